@@ -408,7 +408,8 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     "train_step", "eval_step", "init", "digest": functions that lower that program when called (the
     digest is a checksum of the state, logged to compare runs; a restore does not check it);
     "from_params": a jitted function (key, params=) -> state, which donates params;
-    "eval_batch": the batch of eval_step, as shapes with shardings.
+    "eval_batch": the batch of eval_step, as shapes with shardings;
+    "mesh".
     `compile_steps`, under supporting, compiles them; the loop calls its result.
     """
     evaluation = evaluation or {"cfg": cfg, "batch": batch}
@@ -458,6 +459,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
         "digest": partial(lower, digest_fn, (state,), replicated),
         "from_params": jit(state_fn, donate_argnames="params", out_shardings=shardings),
         "eval_batch": evaluation["batch"],
+        "mesh": mesh,
     }
 
 
@@ -685,9 +687,8 @@ def _device_grid(devices, sizes, cfg):
 
 # ---- compilation
 
-def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value,
-                  evaluation=None):
-    """Compile the programs of lower_steps before any array is allocated.
+def compile_steps(steps):
+    """Compile the programs of lower_steps, its result, before any array is allocated.
 
     Returns a dict:
     "state": the state as shapes with shardings;
@@ -699,8 +700,7 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     it; compile_eval raises MemoryError when it does not fit beside the state;
     "memory": memory_by_kind of train_step, by which a run that cannot fit ends before it starts.
     """
-    steps = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override, evaluation)
-    state = steps["state"]
+    mesh, state = steps["mesh"], steps["state"]
 
     # Compile init while Python traces train_step, then train_step while Python traces eval_step.
     pool = ThreadPoolExecutor()  # XLA releases the GIL while it compiles

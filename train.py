@@ -164,8 +164,6 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     cfg, hooks = prepare(cfg, hooks, data)
 
     # Modes without a training loop.
-    if cfg.mode in ("plan", "data") and (state is not None or params is not None):
-        raise ValueError(f"mode {cfg.mode}: uses no state and no params; leave them out")
     if cfg.mode == "plan":
         return plan(cfg, task, hooks)
     if cfg.mode == "data":
@@ -174,28 +172,20 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
         return run_saved(cfg, task, hooks, state, params)
 
     print0(f"run {cfg.out_dir}")
-    # `signals` gets the name of the first signal. Until in_loop is set, a signal raises
-    # KeyboardInterrupt; afterwards it only asks the loop to stop. A second one ends the process.
     progress = init_progress(launched)
-    request_save = partial(progress["requests"].add, "save")
-    with catch_signals(request_save) as (signals, in_loop):
+    with catch_signals(progress):
         print_changed_flags(cfg)
         setup = setup_run(cfg, task, hooks=hooks)
-        cfg = setup["cfg"]
-        root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+        cfg, root = setup["cfg"], setup["root"]
         with ckpt.lock_folders(cfg.out_dir, root, print0) as check_lock:
             check_shared_folders(cfg, root)  # optional: several processes
             observers = make_observers(cfg)
-            heartbeat = partial(restart_watchdog, cfg)
             try:
                 with steplib.explain_oom(partial(memory_advice, setup)):
-                    started = start_run(
-                        setup, progress, observers, heartbeat, check_lock, state, params)
+                    started = start_run(setup, progress, observers, check_lock, state, params)
                     if started is None:
-                        return summary_of_finished(cfg, root)
-                    run, state = started
-                    in_loop.set()
-                    return train(run, state, progress, signals)
+                        return summary_of_finished(root)
+                    return train(*started, progress)
             except BaseException as e:
                 notify(observers, "error", {"error": f"{type(e).__name__}: {e}"})
                 raise
@@ -232,9 +222,9 @@ def prepare(cfg, hooks, rows=None):
 
 def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     """Resolve and check everything that needs neither data nor a compilation. The result is fixed:
-    {"cfg" (resolved, except steps from epochs), "given" (cfg before that), "task" (with its
-    defaults), "hooks", "mesh", "table" (of parameters), "batch" (shapes with shardings),
-    "is_synchronous" (whether a step is done when its call returns)}.
+    {"cfg" (resolved, except steps from epochs), "given" (cfg before that), "root" (of the
+    checkpoints), "task" (with its defaults), "hooks", "mesh", "table" (of parameters), "batch"
+    (shapes with shardings), "is_synchronous" (whether a step is done when its call returns)}.
 
     devices: default jax.devices(). Raises ValueError with all errors that it finds.
     """
@@ -277,6 +267,7 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     return {
         "cfg": cfg,
         "given": given,
+        "root": ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir),
         "task": task,
         "hooks": hooks,
         "mesh": mesh,
@@ -286,70 +277,56 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     }
 
 
-def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
+def start_run(setup, progress, observers, check_lock, state, params):
     """Open the data, compile, and make the initial state: (run, state), or None when the run is
     already finished. run: setup and everything else that is fixed during the loop.
 
-    observers: from make_observers. heartbeat: see restart_watchdog. check_lock: from
-    ckpt.lock_folders. state, params: those given by the caller, or None.
+    observers: from make_observers. check_lock: from ckpt.lock_folders. state, params: those given
+    by the caller, or None.
     """
     cfg, task, hooks = setup["cfg"], setup["task"], setup["hooks"]
     timers = progress["timers"]
-    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
 
     # Open the data, which has to be the same in every process. A folder that grows may have had
     # fewer files when another process listed it: the number of examples is that of process 0.
     opened = open_data(task, cfg, ("train", "val"))
     train_data, val_data = opened["train"], opened["val"]
-    fingerprints = {"data": train_data["fingerprint"], "val": describe_validation(setup, val_data)}
-    raise_if_unequal(fingerprints)
+    validation = describe_validation(setup, val_data)
+    raise_if_unequal({"data": train_data["fingerprint"], "val": validation})
     train_data["n"] = ckpt.broadcast_from_main(lambda: int(train_data["n"]))
+    check_data_needs(cfg, train_data, val_data)
     cfg = set_steps(cfg, train_data)
     setup = setup | {"cfg": cfg}
 
-    # Find the newest checkpoint to resume from, if --resume allows it.
-    is_given = state is not None or params is not None
-    others = config.nearest_runs(cfg.out_dir)
-    saved_step, saved_meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given, others)
-
-    # Check the metrics that fields name, and where the initial state comes from.
-    check_metric_names(cfg, val_data)
-    start = choose_start(setup, train_data, state, params, saved_meta)
-    start_meta = start["meta"]  # of the checkpoint that the run begins with, or {}
-    if saved_meta and is_finished(cfg, saved_meta):
-        print0(f"{cfg.out_dir} is finished, at step {saved_step}. To train further: more --steps "
-               "or --epochs; from an earlier step: --branch_from DIR@STEP. To start again: "
-               "--resume overwrite, or another --out_dir. To export it: --mode export --export DIR")
+    # Find out where the initial state comes from.
+    start = choose_start(setup, train_data, state, params)
+    resumes = bool(start["meta"]) and not start["is_branch"]
+    if resumes and is_finished(cfg, start["meta"]):
+        print0(f"{cfg.out_dir} is finished, at step {start['meta']['step']}. To train further: "
+               "more --steps or --epochs; from an earlier step: --branch_from DIR@STEP. To start "
+               "again: --resume overwrite, or another --out_dir. To export it: --mode export "
+               "--export DIR")
         return None
-    if start_meta:
-        check_saved_arrays(setup, start, steplib.lower_steps(*step_args(setup))["state"])
-    # Optional: training data in windows, as of tests/recipes/windows.py.
-    intervals = [str(getattr(cfg, f"{event}_every")) for event in config.EVENTS]
-    if "windows" not in train_data and "window" in " ".join(intervals):
-        raise ValueError("an interval in windows needs data in windows: tests/recipes/windows.py")
+    steps = steplib.lower_steps(*step_args(setup))
+    if start["meta"]:
+        check_saved_arrays(setup, start, steps["state"])
 
-    # Print what will run.
+    # Print what will run, and examples of the user's own files at the first launch.
     unsaved = model.matching("save_exclude", cfg.save_exclude, setup["table"])
     print0(run_summary(setup))
-    # Show examples of the user's own files at the first launch.
-    print_data_summary(opened, print0, bool(cfg.data) and not saved_meta)
+    print_data_summary(opened, print0, bool(cfg.data) and not resumes)
     warn_unsaved(unsaved, setup["table"])
-    if cfg.warmup_steps >= cfg.steps:
-        print0(f"warmup_steps {cfg.warmup_steps:g}: lr rises in all {cfg.steps} steps")
-    if cfg.param_dtype == "bfloat16":
-        print0("param_dtype bfloat16: a step that moves a parameter by less than 1/256 of its "
-               "size may not move it at all; with --param_dtype float32 every step counts")
+    print_warnings(cfg)
 
     # Compile before any array is allocated.
     print0(f"compiling the training step, for {cfg.steps} steps ...")
     with timed(timers, "compile"):
-        compile_began = time.perf_counter()
         # Compiled: "train_step", "eval_step", "init", "from_params", "digest". Also "state"
         # (shapes), "memory" (bytes by kind), and "compile_eval" and "compile_digest", which compile
         # these two now, so that the time is charged to the compilation.
-        programs = steplib.compile_steps(*step_args(setup))
+        programs = steplib.compile_steps(steps)
         steplib.check_fits(programs["memory"], setup["mesh"])
-        compile_s = time.perf_counter() - compile_began
+    compile_s = timers["seconds"]["compile"]
 
     # Make the initial state, from the first of these that exists:
     # 1. the state that the caller gave
@@ -358,33 +335,35 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     # 4. the checkpoint of another run, from --branch_from
     # 5. parameters from --init_from
     # 6. random parameters
-    _, state = load_start(setup, start, programs, state, params)
-    if start_meta and int(state["step"]) != start_meta["step"]:
+    saved_step, state = load_start(setup, start, programs, state, params)
+    meta = start["meta"]  # of the checkpoint that the run begins with, or {}
+    if meta and meta["step"] != saved_step:
         # The newest checkpoint is corrupted, and an older one was restored.
-        start_meta = ckpt.read_meta(start["root"], int(state["step"]))
+        meta = ckpt.read_meta(start["root"], saved_step)
     if "restore" in train_data:
-        train_data["restore"](start_meta.get("data", {}).get("windows", []))
+        train_data["restore"](meta.get("data", {}).get("windows", []))
     state = run_hooks(hooks, "load", state)
     first_step = int(state["step"])
 
     # Delete the run to overwrite only now that nothing else can go wrong.
     config_json = config.to_json(config.without_launch_fields(setup["given"]))
-    ckpt.begin_out_dir(
-        cfg.out_dir, root, config_json, overwrite=cfg.resume == "overwrite", log=print0)
+    ckpt.begin_out_dir(cfg.out_dir, setup["root"], config_json,
+                       overwrite=cfg.resume == "overwrite", log=print0)
 
     # Continue the timers, the metrics and the events of earlier launches.
-    validation = describe_validation(setup, val_data)
-    restore_progress(progress, first_step, start_meta, validation)
+    restore_progress(progress, first_step, meta, validation)
     # Optional: best checkpoint.
     progress["kept_best"] = best_so_far(cfg, first_step, validation)
 
     # Log what runs, and on what, and what has changed since the checkpoint.
     run_meta = describe_run(setup, programs, start)
-    for sentence in changes_since(start_meta, run_meta):
-        print0(f"since the checkpoint: {sentence}")
-    log_event = partial(log_row, hooks, observers, heartbeat, progress)
+    print_changes(meta, run_meta)
+    log_event = partial(log_row, setup, observers, progress)
     start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s}
     log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
+    # Give hooks the state that they have saved.
+    if meta:
+        log_event("resume", {"step": first_step, "hooks": meta["hooks"]})
 
     run = setup | {
         "train_data": train_data,
@@ -398,47 +377,42 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
         "is_branch": start["is_branch"],
         "meta": run_meta,  # part of every checkpoint
         "log_event": log_event,
-        "heartbeat": heartbeat,
         "check_lock": check_lock,
     }
-    # Give hooks the state that they have saved.
-    if start_meta:
-        saved = {"step": first_step, "hooks": start_meta["hooks"]}
-        run_row_hooks(hooks, "resume", saved, progress)
     return run, state
 
 
 # ---- where a run starts
 
 
-def choose_start(setup, train_data, state, params, meta):
+def choose_start(setup, train_data, state, params):
     """Decide where the initial state comes from: {"origin": a text, "sources": texts that name the
     sources of parameters, "missing": parameters that the checkpoint lacks (all, without one),
-    "load_from": sources to load them from, "meta": of the checkpoint, or {}, "root": its folder,
-    "step": its step, None for the newest intact one, "run": the out_dir of its run, "is_branch":
-    whether that is another run}. Prints the sources.
-
-    meta: of the newest checkpoint of this run, or {}.
+    "load_from": sources to load them from, "meta": of the newest checkpoint, or {}, "root": its
+    folder, "step": its step, None for the newest intact one, "run": the out_dir of its run,
+    "is_branch": whether that is another run}. Prints the sources.
 
     Another mesh is fine, and so is another value of a field in config.RESUMABLE_FIELDS. Raises
     ValueError when the data, the sources or another field differ and --allow_change does not name
     them.
     """
-    cfg = setup["cfg"]
-    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    cfg, root = setup["cfg"], setup["root"]
+    is_given = state is not None or params is not None
+    others = config.nearest_runs(cfg.out_dir)
+    _, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given, others)
     start = {"sources": [], "missing": set(), "load_from": [], "meta": meta, "root": root,
              "step": None, "run": cfg.out_dir, "is_branch": False}
-    if state is not None:
-        return start | {"origin": "the given state"}
-    if params is not None:
-        return start | {"origin": "the given parameters"}
+    if is_given:
+        given = "parameters" if state is None else "state"
+        return start | {"origin": f"the given {given}"}
 
     # Optional: branches of a run.
     if cfg.branch_from and not meta:
         start |= find_branch(cfg)
         meta = start["meta"]
     elif meta:
-        check_resumable(setup, meta)
+        config.check_resumable(meta["config"], cfg, meta.get("mesh", {}),
+                               dict(setup["mesh"].shape), steplib.DEFAULT_LR)
     missing, load_from = find_parameters(setup, meta)
     sources = [source.get("summary", source["path"]) for source in load_from]
     if meta and not start["is_branch"]:
@@ -521,10 +495,13 @@ def init_progress(launched):
     time.perf_counter() at launch.
     """
     return {
-        # {event: (step, seconds since the launch)} when each event last happened
+        # {event: step} and {event: seconds since the launch} when each event last happened
         "last_done": {},
+        "last_done_s": {},
         # {metric: newest value}
         "last_metrics": {},
+        # Whether all losses and gradients were finite
+        "is_finite": True,
         # Metrics of the newest step, which the device may still compute: {"step", "metrics",
         # "waited_s"}, or None
         "pending": None,
@@ -533,43 +510,41 @@ def init_progress(launched):
         # Metrics since the last log row
         "since_log": new_sums({}),
         "timers": init_timers(launched),
-        # Result of the newest poll_requests
-        "polled": {"step": None, "elapsed_s": 0.0, "signal": None, "stop_file": False,
-                   "hook_stops": [], "events": []},
-        # Value of the metric keep_best in the best checkpoint, or None
-        "kept_best": None,
-        # Reasons of hooks to stop, which log_event appends
-        "hook_stops": [],
+        # Whether a signal ends the loop, and no longer raises KeyboardInterrupt
+        "in_loop": False,
+        # Name of the first signal, or None
+        "signal": None,
+        # The first reason of a hook to stop, or None
+        "hook_stop": None,
+        # Events of config.EVENTS that are requested and not done yet
+        "requests": set(),
+        # Requests of all processes at the newest poll_stop: "elapsed_s" since the launch, "stop": a
+        # reason or None, "events" for the next step
+        "polled": {"elapsed_s": 0.0, "stop": None, "events": []},
         # Step of the newest save, or None
         "saved_step": None,
-        # Events of config.EVENTS that are requested now, for which the next poll_requests looks
-        "requests": set(),
-        # {kind: error} of the newest save or export of each kind, if it failed
-        "save_errors": {},
         # {kind: {"step", "future"}} of saves that are being written
         "pending_saves": {},
+        # {kind: error} of the newest save or export of each kind, if it failed
+        "save_errors": {},
+        # Value of the metric keep_best in the best checkpoint, or None
+        "kept_best": None,
     }
 
 
 # ---- the loop
 
 
-def train(run, state, progress, signals):
-    """Train to cfg.steps, or until stop_reason gives a reason. Return the summary.
-
-    signals: a list in which a thread puts the name of the first signal.
-    """
+def train(run, state, progress):
+    """Train to cfg.steps, or until stop_reason gives a reason. Return the summary."""
     cfg, programs, log_event = run["cfg"], run["programs"], run["log_event"]
-    timers = progress["timers"]
-    first_step = run["first_step"]
+    timers, first_step = progress["timers"], run["first_step"]
+    progress["in_loop"] = True
     start_bucket(timers, "step")
-
-    def stopped_while_waiting():  # `step` is the loop's variable, read when this is called
-        return stop_while_waiting(run, step, progress, signals)
 
     batches = data.prefetch(
         make_batch_at(run, run["train_data"], pinned=cfg.overfit_batch), first_step, cfg.steps,
-        stopped=stopped_while_waiting,
+        stopped=lambda: poll_stop(run, step, progress, is_waiting=True),  # step: of the loop below
         wait_until_idle=lambda: jax.block_until_ready(progress["pending"]),
         on_missing=lambda i: log_event("out_of_data", {"step": i}))
 
@@ -601,20 +576,18 @@ def train(run, state, progress, signals):
                 state = reload_params(run, state, step, timers)
 
             # Evaluate every eval_every steps, after each window, and at the end.
-            if "eval" in due and not signal_received(signals):
-                is_complete = run_validation(
-                    run, state, step, progress, signals, stopped_while_waiting)
+            if "eval" in due and not signal_received(progress):
+                is_complete = run_validation(run, state, step, progress)
                 if is_complete:
                     mark_done(progress, "eval", step)
 
             # Print samples, for a person to judge the progress.
-            if "sample" in due and not signal_received(signals):
-                if run["task"]["sample"]:
-                    print_preview(run, state["params"], step, timers)
+            if "sample" in due and not signal_received(progress):
+                print_preview(run, state["params"], step, timers)
                 mark_done(progress, "sample", step)
 
             # Export the parameters for other programs.
-            if "export" in due and not signal_received(signals):
+            if "export" in due and not signal_received(progress):
                 export(run, state["params"], step, progress)
                 mark_done(progress, "export", step)
 
@@ -625,19 +598,17 @@ def train(run, state, progress, signals):
                     mark_done(progress, kind, step)
                     save_state(run, state, step, progress, due[kind], kind)
 
-            # Stop before the next batch is consumed, and note what the next step shall do. Several
-            # processes exchange their requests only at multiples of log_every; in between, the
-            # previous answer holds.
-            stop = poll_stop(run, step, progress, signals)
+            # Stop before the next batch is consumed, and note what the next step shall do.
+            stop = poll_stop(run, step, progress)
             if stop:
                 break
 
             # Get the next batch. This waits while a growing folder has no new file.
             batch, waited_s = next(batches, (None, 0.0))
-            if batch is None:  # a stop was requested during the wait, perhaps beside an event
-                stop = poll_stop(run, step, progress, signals) or stopped_while_waiting()
+            if batch is None:  # a stop was requested during the wait
+                stop = poll_stop(run, step, progress, is_waiting=True)
                 break
-            run_begin_hooks(run, step, progress)
+            begin_epochs(run, step)
             batch = run_hooks(run["hooks"], "data", batch)
             lr = steplib.replicate(steplib.lr_at(step, cfg), run["mesh"])
 
@@ -662,36 +633,39 @@ def train(run, state, progress, signals):
 
     # Log the last metrics. They may change the reason and the exit code.
     log_step(run, progress)
+    stop = stop_reason(run, step, progress) or stop
     batches.close()
-    is_saved = progress["saved_step"] == step
-    was_skipped = due.get("save") == "end"  # if it was due and is not saved, a hook has skipped it
-    if step and saves_at_end(run, progress) and not is_saved and not was_skipped:
+    # Save, unless this step has done so. Without save_end only a request to stop or save does.
+    polled = progress["polled"]
+    is_wanted = cfg.save_end or polled["stop"] or "save" in polled["events"]
+    if step and is_wanted and "save" not in due and progress["saved_step"] != step:
         save_state(run, state, step, progress, "stop")
-    stop = stop_reason(run, step, progress["polled"], progress["last_metrics"]) or stop
     return end_run(run, state, step, progress, stop)
 
 
 def due_events(run, step, progress):
-    """{event: why} of the events that are due at this step and were not done at it. why: the unit
-    of the interval that passed ("step", "epoch", "window" or "second"), "request", or "end" after
-    the last step.
+    """{event: why} of the events that are due at this step and were not done at it. why: "end"
+    after the last step, the unit of the interval that passed ("step", "epoch", "window" or
+    "second"), or "request".
     """
-    cfg = run["cfg"]
+    polled = progress["polled"]
     due = {}
-    for event, interval in run["intervals"].items():
-        last_step, last_s = progress["last_done"].get(event, (0, 0.0))
-        if step == last_step:
+    for event, intervals in run["intervals"].items():
+        if step == progress["last_done"].get(event, 0):
             continue
-        passed = [unit for unit in interval if has_passed(run, unit, interval[unit], step)]
-        elapsed_s = progress["polled"]["elapsed_s"] - last_s
-        if step >= cfg.steps and is_due_at_end(cfg, event):
-            due[event] = "end"
-        elif passed:
-            due[event] = passed[0]
-        elif event in progress["polled"]["events"]:
-            due[event] = "request"
-        elif elapsed_s >= interval.get("second", math.inf):
-            due[event] = "second"
+        reasons = []
+        if "end" in intervals and step >= run["cfg"].steps:
+            reasons.append("end")
+        for unit in ("step", "epoch", "window"):
+            if unit in intervals and has_passed(run, unit, intervals[unit], step):
+                reasons.append(unit)
+        if event in polled["events"]:
+            reasons.append("request")
+        elapsed_s = polled["elapsed_s"] - progress["last_done_s"].get(event, 0.0)
+        if elapsed_s >= intervals.get("second", math.inf):
+            reasons.append("second")
+        if reasons:
+            due[event] = reasons[0]
     # Optional: branches of a run. A branch saves its first state, which the other run may delete.
     if run["is_branch"] and step == run["first_step"]:
         due["save"] = "branch"
@@ -707,7 +681,6 @@ def log_step(run, progress):
         return
     cfg, log_event = run["cfg"], run["log_event"]
     timers, since_log = progress["timers"], progress["since_log"]
-    last_metrics = progress["last_metrics"]
     step, metrics = pending["step"], pending["metrics"]
 
     # Wait for the step. The dict of metrics is also in since_log, which needs only means and
@@ -715,7 +688,9 @@ def log_step(run, progress):
     weight_stats = metrics.pop("watch", {})  # stay on the device until they are logged
     finite = bool(metrics.pop("finite"))
     finite_grads = metrics.pop("finite_grads", None)
-    charge_wait(timers, pending["waited_s"])
+    # The seconds in which the loop waited for its data.
+    timers["seconds"]["step"] -= pending["waited_s"]
+    timers["seconds"]["data"] += pending["waited_s"]
 
     # Copy the metrics to the host only if they are needed: this takes up to a millisecond.
     is_log_point = bool(cfg.log_every) and step % cfg.log_every == 0
@@ -733,9 +708,9 @@ def log_step(run, progress):
 
     # A loss or gradient that is not finite.
     if not finite:
-        if last_metrics.get("finite", True):  # the first one
+        if progress["is_finite"]:  # the first one
             log_nonfinite(run, step, row["objective"], finite_grads)
-        last_metrics["finite"] = False
+        progress["is_finite"] = False
         if cfg.on_nonfinite == "raise":
             raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
 
@@ -763,7 +738,7 @@ def log_step(run, progress):
         row = log_event("log", row | speeds)
     for name, value in numbers(row).items():
         if name not in speeds:
-            last_metrics[name] = value
+            progress["last_metrics"][name] = value
 
 
 def save_state(run, state, step, progress, why, kind="save"):
@@ -775,7 +750,7 @@ def save_state(run, state, step, progress, why, kind="save"):
     "best" for the parameters alone. The next checkpoint replaces one that is due by time.
     """
     cfg, timers = run["cfg"], progress["timers"]
-    root = ckpt.roots(ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir))[kind]
+    root = ckpt.roots(run["root"])[kind]
     run["check_lock"]()  # raises if another run has taken over the bucket
 
     # How many to keep. There is one best checkpoint, and those of the parameters alone all stay.
@@ -788,7 +763,7 @@ def save_state(run, state, step, progress, why, kind="save"):
     # Hooks may skip it, and add their own state to its meta.json.
     planned = {"step": step, "kind": kind, "why": why,
                "path": ckpt.join_path(root, f"{step:09d}"), "hooks": {}}
-    planned = run_before_hooks(run, "save", planned, progress)
+    planned = run_before_hooks(run, "save", planned)
     if planned["skip"]:
         return False
 
@@ -823,7 +798,7 @@ def save_state(run, state, step, progress, why, kind="save"):
             "digest": digest,
             "since_log": progress["since_log"]["sums"],
             "hooks": planned["hooks"],
-            "progress": describe_progress(run, progress, step),
+            "progress": describe_progress(run, progress),
         }
         # Optional: best checkpoint.
         if kind == "best":
@@ -838,43 +813,35 @@ def save_state(run, state, step, progress, why, kind="save"):
     return True
 
 
-def stop_reason(run, step, requests, metrics):
+def stop_reason(run, step, progress):
     """The one place that decides whether to stop before the next batch: (reason, exit code), or
     None to continue.
-
-    requests: of poll_requests. metrics: {name: newest value}.
     """
-    cfg = run["cfg"]
+    cfg, metrics, polled = run["cfg"], progress["last_metrics"], progress["polled"]
 
     # A loss or gradient that is not finite.
-    if not metrics.get("finite", True) and cfg.on_nonfinite == "stop":
+    if not progress["is_finite"] and cfg.on_nonfinite == "stop":
         return f"a loss or gradient is not finite near step {step}; the state before it is saved", 1
 
-    # A signal.
-    if requests["signal"]:
-        return requests["signal"], 0
-
-    # The file out_dir/stop, and the conditions of --stop. A loss above its bound is a failure.
-    if requests["stop_file"]:
-        return f"{cfg.out_dir}/stop exists", 0
+    # The conditions of --stop. A loss above its bound is a failure.
     values = metrics | {
         "step": step,
         "new_steps": step - run["first_step"],
-        "second": requests["elapsed_s"],
+        "second": polled["elapsed_s"],
     }
-    for stop in run["stop_conditions"]:
-        name, sign, bound = stop["name"], stop["sign"], stop["bound"]
+    for condition in run["stop_conditions"]:
+        name, sign, bound = condition["name"], condition["sign"], condition["bound"]
         if name in values:
             if config.COMPARE[sign](values[name], bound):
                 reason = f"{name} {values[name]:g} {config.STOP_WORDS[sign]} {bound:g}"
                 return reason, int(sign == ">" and "loss" in name)
-        elif has_been_logged(name, metrics, run["first_step"]):
+        elif metrics.get("val_step" if name.startswith("val_") else "step", 0) > run["first_step"]:
             return (f"--stop {' '.join(cfg.stop)}: unknown metric {name} "
                     f"({config.did_you_mean(name, sorted(metrics))})"), 2
 
-    # A hook, once the events are done that hooks requested before.
-    if requests["hook_stops"] and not requests["events"]:
-        return requests["hook_stops"][0], 0
+    # A signal, the file out_dir/stop, or a hook.
+    if polled["stop"]:
+        return polled["stop"], 0
 
     # The last step.
     if step >= cfg.steps:
@@ -1027,6 +994,26 @@ def open_data(task, cfg, parts):
     return {"train": None, "val": {}} | opened
 
 
+def check_data_needs(cfg, train_data, val_data):
+    """Raise ValueError for a field that needs data which the run does not have."""
+    errors = []
+    metrics = {"stop": [condition["name"] for condition in config.parse_stops(cfg)]}
+    if cfg.keep_best:
+        metrics["keep_best"] = [config.parse_best(cfg.keep_best)["name"]]
+    for field, names in metrics.items():
+        for name in names:
+            if name.startswith("val_") and not val_data:
+                errors.append(f"{field} {name}: the run has no validation data; set --val_data or "
+                              "--val_frac")
+    # Optional: training data in windows, as of tests/recipes/windows.py.
+    for event in config.EVENTS:
+        interval = str(getattr(cfg, f"{event}_every"))
+        if "window" in interval and "windows" not in train_data:
+            errors.append(f"{event}_every {interval}: needs data in windows: "
+                          "tests/recipes/windows.py")
+    config.raise_if_errors(errors)
+
+
 def set_steps(cfg, train_data):
     """cfg with the number of steps that cfg.epochs means, if it is set."""
     if not cfg.epochs:
@@ -1041,7 +1028,7 @@ def set_steps(cfg, train_data):
 
 
 def step_args(setup):
-    """The arguments of steplib.lower_steps and steplib.compile_steps."""
+    """The arguments of steplib.lower_steps."""
     task = setup["task"]
 
     def override(name, value):
@@ -1076,19 +1063,12 @@ def data_position(run, step):
 # ---- progress in checkpoints
 
 
-def describe_progress(run, progress, step):
-    """What the checkpoint of `step` has of the progress, for restore_progress."""
-    done = [event for event, (done_at, _) in progress["last_done"].items() if done_at == step]
-    requests = set(progress["requests"])
-    if progress["polled"]["step"] == step:  # these are for the next step
-        requests.update(progress["polled"]["events"])
-    metrics = {}
-    for name, value in progress["last_metrics"].items():
-        if name != "finite" and math.isfinite(value):
-            metrics[name] = value
+def describe_progress(run, progress):
+    """The progress in a checkpoint, for restore_progress."""
+    metrics = {name: x for name, x in progress["last_metrics"].items() if math.isfinite(x)}
     return {
-        "done": done,  # events of this step
-        "requests": sorted(requests),
+        "last_done": progress["last_done"],
+        "requests": sorted(progress["requests"]),
         "last_metrics": metrics,
         "best_validation": progress["best_validation"],
         "validation": run["validation"],  # that of best_validation
@@ -1103,7 +1083,7 @@ def restore_progress(progress, step, meta, validation):
     if meta:
         saved = meta["progress"]
         progress["saved_step"] = step
-        progress["last_done"] = dict.fromkeys(saved["done"], (step, 0.0))
+        progress["last_done"] = saved["last_done"]
         progress["requests"].update(saved["requests"])
         progress["last_metrics"] = saved["last_metrics"]
         if saved["validation"] == validation:
@@ -1120,32 +1100,28 @@ def restore_progress(progress, step, meta, validation):
 
 def mark_done(progress, event, step):
     """Note that an event is done at this step. An earlier checkpoint of the step lacks it."""
-    progress["last_done"][event] = (step, progress["polled"]["elapsed_s"])
+    progress["last_done"][event] = step
+    progress["last_done_s"][event] = progress["polled"]["elapsed_s"]
+    progress["requests"].discard(event)
     progress["saved_step"] = None
 
 
 def is_finished(cfg, meta):
     """Whether nothing is left to do after the checkpoint with this meta."""
-    done = meta["progress"]["done"]
-    left = [event for event in config.EVENTS if is_due_at_end(cfg, event) and event not in done]
-    return meta["step"] > cfg.steps or (meta["step"] == cfg.steps and not left)
+    last_done = meta["progress"]["last_done"]
+    is_done = True
+    for event, intervals in event_intervals(cfg).items():
+        if "end" in intervals and last_done.get(event) != cfg.steps:
+            is_done = False
+    return meta["step"] > cfg.steps or is_done
 
 
-def summary_of_finished(cfg, root):
-    """The summary of a run that is already finished: its newest metrics, and its checkpoint. Raises
-    ValueError for a field that names a metric which the run does not have.
-    """
+def summary_of_finished(root):
+    """The summary of a run that is already finished: its newest metrics, and its checkpoint."""
     step, meta = ckpt.newest_meta(root)
-    metrics = meta["progress"]["last_metrics"]
-    errors = []
-    for field, names in named_metrics(cfg).items():
-        for name in sorted(names - metrics.keys()):
-            errors.append(f"{field} {name}: the run has no such metric "
-                          f"({config.did_you_mean(name, sorted(metrics))})")
-    config.raise_if_errors(errors)
-    checkpoint = ckpt.join_path(root, f"{step:09d}")
     return newest_metrics(meta["progress"], step) | {
-        "step": step, "exit_code": 0, "reason": "already finished", "checkpoint": checkpoint}
+        "step": step, "exit_code": 0, "reason": "already finished",
+        "checkpoint": ckpt.join_path(root, f"{step:09d}")}
 
 
 def newest_metrics(progress, step):
@@ -1160,48 +1136,50 @@ def newest_metrics(progress, step):
 # ---- evaluation and end
 
 
-def run_validation(run, state, step, progress, signals, stopped_while_waiting):
+def run_validation(run, state, step, progress):
     """Evaluate the validation data, and log it. Return False if a stop has ended it before that."""
     if not run["val_data"]:
         return True
-    timers, last_metrics = progress["timers"], progress["last_metrics"]
+    timers = progress["timers"]
     with timed(timers, "data"):
-        val_data = val_data_at(run, step, stopped_while_waiting)
+        val_data = val_data_at(run, step, progress)
     if not val_data:
         return False
-    planned = planned_eval(run, val_data, step)
-    if run_before_hooks(run, "eval", planned, progress)["skip"]:
+    n_batches = sum(eval_batches(run, val_data).values())
+    if run_before_hooks(run, "eval", {"step": step, "n_batches": n_batches})["skip"]:
         return True
     with timed(timers, "compile"):
         run["programs"]["compile_eval"]()
 
     def stopped():  # called once per batch
-        run["heartbeat"]()
-        return signal_received(signals)
+        restart_watchdog(run["cfg"])
+        return signal_received(progress)
 
     with timed(timers, "eval"):
-        metrics = evaluate(
-            run, val_data, run["programs"]["eval_step"], state["params"], stopped)
+        metrics = evaluate(run, val_data, run["programs"]["eval_step"], state["params"], stopped)
         if not metrics:
             return False
         row = run["log_event"]("eval", {"step": step} | metrics)
-        for name, value in numbers(row).items():
-            if name not in ("step", "eval_s", eval_speed_name(run["task"])):
-                last_metrics[name] = value
-        last_metrics["val_step"] = step
-        progress["best_validation"] = best_validation(progress["best_validation"], row)
+    values = numbers(row)
+    for name, value in values.items():
+        if name not in ("step", "eval_s") and not name.endswith("s_per_s"):
+            progress["last_metrics"][name] = value
+    progress["last_metrics"]["val_step"] = step
+    # The earlier one of equal losses is the best. A loss that is not finite never is.
+    best = progress["best_validation"].get("best_val_loss", math.inf)
+    if values.get("val_loss", math.nan) < best:
+        progress["best_validation"] = {"best_val_loss": values["val_loss"], "best_val_step": step}
     # Optional: best checkpoint.
     if run["cfg"].keep_best:
-        keep_if_best(run, state, step, progress, numbers(row))
+        keep_if_best(run, state, step, progress, values)
     return True
 
 
-def eval_batches(cfg, val_data):
+def eval_batches(setup, val_data):
     """{name of a validation set: number of batches} of an evaluation."""
-    n_batches = {}
-    for name, source in val_data.items():
-        n_batches[name] = data.n_eval_batches(source["n"], cfg.batch_size, cfg.eval_batches)
-    return n_batches
+    cfg = evaluation_of(setup)["cfg"]
+    return {name: data.n_eval_batches(source["n"], cfg.batch_size, cfg.eval_batches)
+            for name, source in val_data.items()}
 
 
 def describe_validation(setup, val_data):
@@ -1210,17 +1188,8 @@ def describe_validation(setup, val_data):
     """
     if "source_at" in val_data.get("", {}):
         return {}
-    described = {}
-    n_batches = eval_batches(evaluation_of(setup)["cfg"], val_data)
-    for name, source in val_data.items():
-        described[name] = [source.get("fingerprint"), n_batches[name]]
-    return described
-
-
-def planned_eval(run, val_data, step):
-    """The row of "before_eval"."""
-    n_batches = eval_batches(evaluation_of(run)["cfg"], val_data)
-    return {"step": step, "n_batches": sum(n_batches.values())}
+    return {name: [val_data[name].get("fingerprint"), n]
+            for name, n in eval_batches(setup, val_data).items()}
 
 
 def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
@@ -1228,10 +1197,9 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     task; for sets with names also "val_METRIC/NAME"; with duration and speed. {} once stopped().
     """
     began = time.perf_counter()
-    source_size = setup["cfg"].batch_size
     eval_setup = setup | evaluation_of(setup)
     cfg, task = eval_setup["cfg"], setup["task"]
-    n_batches = eval_batches(cfg, val_data)
+    n_batches = eval_batches(setup, val_data)
 
     def stopped_at_batch():  # called once per batch
         bar.update()
@@ -1243,7 +1211,7 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     with eval_bar(sum(n_batches.values())) as bar:
         for name, source in val_data.items():
             # Optional: evaluation batches of another size.
-            regrouped = data.regroup(source, source_size, cfg.batch_size)
+            regrouped = data.regroup(source, setup["cfg"].batch_size, cfg.batch_size)
             prefetched = data.prefetch(make_batch_at(eval_setup, regrouped), 0, n_batches[name])
             batches = (run_hooks(setup["hooks"], "val_data", batch) for batch, _ in prefetched)
             sums_of[name] = steplib.evaluate(eval_step, params, batches, stopped_at_batch)
@@ -1261,7 +1229,7 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     # Duration and speed.
     n_units = n_examples * task["units_per_step"](cfg) / cfg.batch_size
     row["eval_s"] = time.perf_counter() - began
-    row[eval_speed_name(task)] = n_units / max(row["eval_s"], 1e-9)
+    row[f"eval_{task['unit']}s_per_s"] = n_units / max(row["eval_s"], 1e-9)
     return row
 
 
@@ -1271,23 +1239,6 @@ def eval_metrics(task, means, source, suffix=""):
     values |= floats(task["metrics"](means, source))
     values["n_labels"] = int(values["n_labels"])
     return {f"val_{name}{suffix}": value for name, value in values.items()}
-
-
-def eval_speed_name(task):
-    return f"eval_{task['unit']}s_per_s"
-
-
-def best_validation(best, row):
-    """The better one of `best` and the "val_loss" of an eval row: {"best_val_loss",
-    "best_val_step"}, or {} before the first. The earlier one of equal losses wins; a loss that is
-    missing or not finite, null in metrics.jsonl, is no candidate.
-    """
-    loss = row.get("val_loss")
-    if not isinstance(loss, (int, float)) or not math.isfinite(loss):
-        return best
-    if best and best["best_val_loss"] <= loss:
-        return best
-    return {"best_val_loss": loss, "best_val_step": row["step"]}
 
 
 def end_run(run, state, step, progress, stop):
@@ -1310,13 +1261,10 @@ def end_run(run, state, step, progress, stop):
         os.unlink(f"{cfg.out_dir}/stop")
 
     # The newest metrics, the time and the checkpoint.
-    row = newest_metrics(progress, step)
-    row.pop("finite", None)
-    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     checkpoint = None
     if progress["saved_step"] == step and "save" not in errors:
-        checkpoint = ckpt.join_path(root, f"{step:09d}")
-    row |= {
+        checkpoint = ckpt.join_path(run["root"], f"{step:09d}")
+    row = newest_metrics(progress, step) | {
         "step": step,
         "reason": reason,
         "exit_code": exit_code,
@@ -1330,40 +1278,37 @@ def end_run(run, state, step, progress, stop):
 # ---- log rows
 
 
-def log_row(hooks, observers, heartbeat, progress, event, row):
+# Rows of these events are for hooks alone.
+HOOK_EVENTS = ("resume", "before_save", "before_eval", "before_epoch", "before_window")
+
+
+def log_row(setup, observers, progress, event, row):
     """Run the hooks on a row, give it to the observers, and return it. In the loop this is
-    run["log_event"](event, row).
+    run["log_event"](event, row). Hooks may ask for {"stop": reason} and {"request": names of
+    events}. Once a stop is requested, no further event is.
     """
-    heartbeat()
-    row = run_row_hooks(hooks, event, row, progress)
-    notify(observers, event, row)
-    return row
-
-
-def run_row_hooks(hooks, event, row, progress):
-    """Run the hooks on a row, and note what they ask for: {"stop": reason} and {"request": names of
-    events}. Once a stop is requested, no further event is. Return the row.
-    """
+    restart_watchdog(setup["cfg"])
     requested = set()
-    for hook in hooks:
+    for hook in setup["hooks"]:
         row = run_hooks([hook], event, row)
         names = row.get("request") or ()
         requested.update([names] if isinstance(names, str) else names)
     assert requested <= {*config.EVENTS}, f"hooks request {requested}: events are {config.EVENTS}"
     if requested:
         row = row | {"request": sorted(requested)}  # those of all hooks
-    if not progress["hook_stops"]:
+    if not progress["hook_stop"]:
         progress["requests"] |= requested
-    if row.get("stop"):
-        progress["hook_stops"].append(str(row["stop"]))
+        progress["hook_stop"] = str(row.get("stop") or "")
+    if event not in HOOK_EVENTS:
+        notify(observers, event, row)
     return row
 
 
-def run_before_hooks(run, event, planned, progress):
+def run_before_hooks(run, event, planned):
     """Run the hooks on what is about to happen, a row. Return it with "skip": a reason not to do
     it, which is logged, or None. The hooks of process 0 decide.
     """
-    row = run_row_hooks(run["hooks"], f"before_{event}", planned, progress)
+    row = run["log_event"](f"before_{event}", planned)
     # Process 0 may have hooks where others have none, such as one that forwards rows.
     reason = ckpt.broadcast_from_main(lambda: row.get("skip"))
     if reason:
@@ -1372,15 +1317,26 @@ def run_before_hooks(run, event, planned, progress):
     return row | {"skip": reason}
 
 
+def begin_epochs(run, step):
+    """Run the hooks at "before_epoch" and "before_window" if an epoch or a file begins with the
+    next batch.
+    """
+    windows = run["train_data"].get("windows")
+    if step == 0 or has_passed(run, "epoch", 1, step):
+        row = {"step": step, "epoch": 1 + int(completed(run, "epoch", step))}
+        run["log_event"]("before_epoch", row)
+    if windows and (step == 0 or has_passed(run, "window", 1, step)):
+        row = {"step": step, "window": 1 + completed(run, "window", step)}
+        run["log_event"]("before_window", row | {"file": windows(step)[-1]["name"]})
+
+
 def notify(observers, event, row):
     """Call each observer with the event and a copy of the row. Its result is ignored. An observer
     that raises is removed from the list.
     """
     for observe in list(observers):
         # Also copies of the dicts within: checkpoints keep the "config" of the start row.
-        copied = {}
-        for key, x in row.items():
-            copied[key] = dict(x) if isinstance(x, dict) else x
+        copied = {key: dict(x) if isinstance(x, dict) else x for key, x in row.items()}
         try:
             observe(event, copied)
         except Exception as error:
@@ -1391,60 +1347,28 @@ def notify(observers, event, row):
                    "continues")
 
 
-def run_begin_hooks(run, step, progress):
-    """Run the hooks at "before_epoch" and "before_window" if an epoch or a file begins with the
-    next batch.
-    """
-    if not run["hooks"]:
-        return
-    train_data = run["train_data"]
-    if step == 0 or has_passed(run, "epoch", 1, step):
-        row = {"step": step, "epoch": 1 + int(completed(run, "epoch", step))}
-        run_row_hooks(run["hooks"], "before_epoch", row, progress)
-    if "n_finished" in train_data and (step == 0 or has_passed(run, "window", 1, step)):
-        window = train_data["windows"](step)[-1]
-        row = {"step": step, "window": 1 + completed(run, "window", step), "file": window["name"]}
-        run_row_hooks(run["hooks"], "before_window", row, progress)
-
-
 # ---- intervals
 
 
 def event_intervals(cfg):
-    """{event: {unit: interval}} of all events of the loop."""
+    """{event: {unit: interval}} of all events of the loop. "end": also after the last step."""
     intervals = {}
     for event in config.EVENTS:
         intervals[event] = config.parse_intervals(getattr(cfg, f"{event}_every"))
     intervals["epoch"] = {"epoch": 1}
     intervals["window"] = {"window": 1}
     intervals["eval"] = {"window": 1} | intervals["eval"]  # one after each window
+    at_end = {"eval": True, "sample": True, "weights": intervals["weights"],
+              "export": cfg.export, "save": cfg.save_end}
+    for event, is_due in at_end.items():
+        if is_due:
+            intervals[event]["end"] = 1
     return intervals
 
 
 def has_passed(run, unit, n, step):
     """Whether a multiple of n steps, epochs or windows was completed by this step."""
-    if unit == "second":
-        return False
     return completed(run, unit, step) // n > completed(run, unit, step - 1) // n
-
-
-def is_due_at_end(cfg, event):
-    """Whether an event is due after the last step, whatever its interval."""
-    if event == "export":
-        return bool(cfg.export)
-    if event == "weights":
-        return bool(config.parse_intervals(cfg.weights_every))
-    if event == "save":
-        return cfg.save_end
-    return event in ("eval", "sample")
-
-
-def saves_at_end(run, progress):
-    """Whether to save when the loop ends. Without save_end, only a request to stop or to save does.
-    """
-    requests = progress["polled"]
-    is_stopped = requests["signal"] or requests["stop_file"] or requests["hook_stops"]
-    return run["cfg"].save_end or bool(is_stopped) or "save" in requests["events"]
 
 
 def completed(run, unit, step):
@@ -1501,9 +1425,12 @@ def save_before_error(run, state, progress):
 
 
 def print_preview(run, params, step, timers):
-    """Print samples. An error is logged, and training continues."""
+    """Print samples, if the task has some. An error is logged, and training continues."""
+    if not run["task"]["sample"]:
+        return
+    row = {"step": step, "texts": []}
+    source = next(iter(run["val_data"].values()), run["train_data"])
     with timed(timers, "other"):
-        source = next(iter(run["val_data"].values()), run["train_data"])
         try:
             samples = sample_texts(run, params, step, source)
         except Exception as e:  # a sample is never worth losing a run
@@ -1525,32 +1452,6 @@ def sample_texts(setup, params, step, source):
             "prompts": [sample["prompt"] for sample in samples]}
 
 
-def has_been_logged(name, metrics, first_step):
-    """Whether this launch has logged a row that could have this metric. metrics: the newest ones.
-    """
-    kind = "val_step" if name.startswith("val_") else "step"
-    return metrics.get(kind, 0) > first_step
-
-
-def named_metrics(cfg):
-    """{field: names of metrics} that cfg.stop and cfg.keep_best have."""
-    names = {"stop": {stop["name"] for stop in config.parse_stops(cfg)} - {*config.STOP_COUNTS}}
-    if cfg.keep_best:
-        names["keep_best"] = {config.parse_best(cfg.keep_best)["name"]}
-    return names
-
-
-def check_metric_names(cfg, val_data):
-    """Raise ValueError for a metric of evaluations where the run has no validation data."""
-    errors = []
-    for field, names in named_metrics(cfg).items():
-        for name in sorted(names):
-            if name.startswith("val_") and not val_data:
-                errors.append(f"{field} {name}: the run has no validation data; set --val_data or "
-                              "--val_frac")
-    config.raise_if_errors(errors)
-
-
 def all_done(steps):
     """The reason of a stop after which nothing is left to do."""
     return f"all {steps} steps are done"
@@ -1559,32 +1460,22 @@ def all_done(steps):
 # ---- the initial state
 
 
-def check_resumable(setup, meta):
-    """Raise ValueError when the run whose checkpoint has this meta cannot resume with this config.
+def print_changes(meta, run_meta):
+    """Print what has changed since the checkpoint of `meta` ({}: no checkpoint). run_meta: of
+    describe_run.
     """
-    config.check_resumable(meta["config"], setup["cfg"], meta.get("mesh", {}),
-                           dict(setup["mesh"].shape), steplib.DEFAULT_LR)
-
-
-def changes_since(meta, run_meta):
-    """Sentences on what has changed since the checkpoint of `meta` ({}: no checkpoint).
-
-    run_meta: of describe_run.
-    """
-    sentences = []
     changes = []
     for kind in ("versions", "machine", "mesh"):
         changes += config.differences(meta.get(kind, {}), run_meta[kind])
     if changes:
-        sentences.append(f"{'; '.join(changes)}. The run continues, but agrees with an unchanged "
-                         "one only up to rounding")
+        print0(f"since the checkpoint: {'; '.join(changes)}. The run continues, but agrees with an "
+               "unchanged one only up to rounding")
     fields = json.loads(json.dumps(run_meta["config"]))
     for name in {*config.RESUMABLE_FIELDS} - {"steps"}:
         del fields[name]
     changes = config.differences(meta.get("config", {}), fields)
     if changes:
-        sentences.append("; ".join(changes))
-    return sentences
+        print0(f"since the checkpoint: {'; '.join(changes)}")
 
 
 def check_same_data(cfg, train_data, meta, sources):
@@ -1635,37 +1526,29 @@ def open_sources(setup, wanted=None):
 
 def place_state(state, like):
     """A copy of a given state, in the shardings of `like`."""
-    check_state(state, ("step", *like))
-    shardings = jax.tree.map(lambda x: x.sharding, like)
-    return jax.device_put({key: state[key] for key in like}, shardings, may_alias=False)
-
-
-def check_state(state, keys):
-    """Raise ValueError when a given state is not a dict with these keys."""
-    missing = [key for key in keys if not isinstance(state, dict) or key not in state]
+    missing = [key for key in like if key not in state]
     if missing:
         raise ValueError(f"the given state: has no {', '.join(missing)}; must be a dict as the "
                          "summary of train.main has under 'state'")
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    return jax.device_put({key: state[key] for key in like}, shardings, may_alias=False)
 
 
 def place_params(params, like):
     """Copies of given parameters {name: array}, in the dtypes and shardings of `like`. Raises
     ValueError for names, shapes and dtypes that the model does not have.
     """
-    if not isinstance(params, dict):
-        raise ValueError(f"the given parameters: are {type(params).__name__}, must be a dict "
-                         "{name: array}")
     params = {name: x if hasattr(x, "dtype") else np.asarray(x) for name, x in params.items()}
     errors = []
-    for name in params:
+    for name in sorted(params.keys() | like.keys()):
         if name not in like:
             errors.append(
                 f"{name}: this model has no such parameter ({config.did_you_mean(name, like)})")
-    for name, x in like.items():
-        if name not in params:
+        elif name not in params:
             errors.append(f"{name}: is missing")
-        elif np.shape(params[name]) != x.shape:
-            errors.append(f"{name}: has shape {np.shape(params[name])}, must have {x.shape}")
+        elif np.shape(params[name]) != like[name].shape:
+            errors.append(f"{name}: has shape {np.shape(params[name])}, must have "
+                          f"{like[name].shape}")
         elif not jax.numpy.issubdtype(params[name].dtype, np.floating):
             errors.append(f"{name}: has dtype {params[name].dtype}, must be a float")
     config.raise_if_errors(errors, "the given parameters")
@@ -1753,16 +1636,11 @@ def init_timers(launched):
     }
 
 
-def charge(timers):
-    """Charge the seconds since the last charge to the present bucket."""
+def start_bucket(timers, bucket):
+    """Charge the seconds since the last charge to the present bucket, then charge to this one."""
     now = time.perf_counter()
     timers["seconds"][timers["bucket"]] += now - timers["since"]
     timers["since"] = now
-
-
-def start_bucket(timers, bucket):
-    """Charge to this bucket from now on."""
-    charge(timers)
     timers["bucket"] = bucket
 
 
@@ -1777,16 +1655,9 @@ def timed(timers, bucket):
         start_bucket(timers, outer)
 
 
-def charge_wait(timers, waited_s):
-    """Move the seconds that the loop waited for data from the present bucket to "data"."""
-    charge(timers)
-    timers["seconds"][timers["bucket"]] -= waited_s
-    timers["seconds"]["data"] += waited_s
-
-
 def time_by_bucket(timers):
     """A copy of {bucket: seconds}, up to now."""
-    charge(timers)
+    start_bucket(timers, timers["bucket"])
     return dict(timers["seconds"])
 
 
@@ -1835,110 +1706,69 @@ def throughput(run, step, timers, means):
 # ---- requests
 
 
-def signal_received(signals):
+def signal_received(progress):
     """Whether a signal came, after which the loop saves and skips everything else. Several
     processes have to agree on a stop first.
     """
-    return jax.process_count() == 1 and bool(signals)
+    return jax.process_count() == 1 and bool(progress["signal"])
 
 
-def poll_stop(run, step, progress, signals):
-    """Poll all requests into progress["polled"]. Return the reason to stop, as stop_reason does."""
-    progress["polled"] = poll_requests(run, step, progress, signals)
-    return stop_reason(run, step, progress["polled"], progress["last_metrics"])
+def poll_stop(run, step, progress, is_waiting=False):
+    """Poll the requests into progress["polled"]. Return the reason to stop, as stop_reason does.
+    is_waiting: during a wait for data.
 
-
-def poll_requests(run, step, progress, signals):
-    """Requests to stop, and events that the next step shall have: {"step", "elapsed_s": seconds
-    since the launch, "signal": name or None, "stop_file": whether out_dir/stop exists,
-    "hook_stops": reasons, "events": names, each of which is requested once}. step: None during a
-    wait for data, which leaves the events for the next poll.
-
-    Several processes exchange their requests at multiples of log_every. Between these the result is
-    the previous one, without events.
+    Several processes exchange their requests only at multiples of log_every; in between, the
+    previous answer holds. They cannot agree during a wait for data: they wait on.
     """
+    cfg = run["cfg"]
+    restart_watchdog(cfg)
     several = jax.process_count() > 1
-    before = progress["polled"]
-    is_poll_step = step is None or step % (run["cfg"].log_every or 10) == 0
-    if several and (not is_poll_step or step == before["step"]):
-        return before | {"events": []}
-
-    hook_stops = progress["hook_stops"]
-    requests = progress["requests"] if step is not None else set()
-    if step is not None:
-        add_save_file(run, requests)
-    found = {
-        "elapsed_s": time.perf_counter() - progress["timers"]["launched"],
-        "stop_file": os.path.isfile(f"{run['cfg'].out_dir}/stop"),
-        "signal": signal.Signals[signals[0]].value if signals else 0,
-        "n_hook_stops": len(hook_stops),
-    }
-    for event in config.EVENTS:
-        found[event] = event in requests
-    if several:
-        gathered = multihost_utils.process_allgather(np.float32([*found.values()]))
-        found = dict(zip(found, gathered.max(axis=0).tolist()))
-        # A copy: a request that a hook makes later counts once all processes know of it.
-        if not found["n_hook_stops"]:
-            hook_stops = []
-        elif hook_stops:
-            hook_stops = list(hook_stops)
-        else:
-            hook_stops = ["a hook of another process requested it"]
-    signal_name = signal.Signals(int(found["signal"])).name if found["signal"] else None
-    events = [event for event in config.EVENTS if found[event]]
-    requests.difference_update(events)
-    return {
-        "step": step,
-        "elapsed_s": found["elapsed_s"],
-        "stop_file": bool(found["stop_file"]),
-        "signal": signal_name,
-        "hook_stops": hook_stops,
-        "events": events,
-    }
-
-
-def add_save_file(run, requests):
-    """Add a save to the requested events if the file out_dir/save exists, and delete it. Process 0
-    does it for all.
-    """
-    path = Path(run["cfg"].out_dir, "save")
-    if is_main() and path.is_file():
-        path.unlink(missing_ok=True)
-        requests.add("save")
-
-
-def stop_while_waiting(run, step, progress, signals):
-    """stop_reason during a wait for data. Several processes cannot agree then: they wait on."""
-    run["heartbeat"]()
-    if jax.process_count() > 1:
+    if several and is_waiting:
         return None
-    requests = poll_requests(run, None, progress, signals)
-    return stop_reason(run, step, requests, progress["last_metrics"])
+    if several and step % (cfg.log_every or 10):
+        progress["polled"] = progress["polled"] | {"events": []}
+        return stop_reason(run, step, progress)
+
+    # The file out_dir/save. Process 0 deletes it for all.
+    save_file = Path(cfg.out_dir, "save")
+    if is_main() and save_file.is_file():
+        save_file.unlink(missing_ok=True)
+        progress["requests"].add("save")
+    # A signal, the file out_dir/stop, or a hook, after the events that hooks have requested.
+    events = sorted(progress["requests"])
+    stop = progress["signal"]
+    if not stop and os.path.isfile(f"{cfg.out_dir}/stop"):
+        stop = f"{cfg.out_dir}/stop exists"
+    if not stop and (is_waiting or not events):
+        stop = progress["hook_stop"]
+    elapsed_s = time.perf_counter() - progress["timers"]["launched"]
+    progress["polled"] = {"elapsed_s": elapsed_s, "stop": stop, "events": events}
+    # Optional: several processes.
+    if several:
+        progress["polled"] = merge_requests(progress["polled"])
+    return stop_reason(run, step, progress)
 
 
 # ---- signals
 
 
 @contextlib.contextmanager
-def catch_signals(on_save=lambda: None):
-    """Yield a list that gets the name of the first SIGINT, SIGTERM or SIGHUP (unless nohup ignores
-    that), and an Event to set once there is something to save. Before it is set, a signal raises
-    KeyboardInterrupt. A second signal ends the process. SIGUSR1 calls on_save instead.
+def catch_signals(progress):
+    """Put the name of the first SIGINT, SIGTERM or SIGHUP (unless nohup ignores that) into
+    progress["signal"]. Until progress["in_loop"] is set, when there is something to save, a signal
+    raises KeyboardInterrupt. A second signal ends the process. SIGUSR1 requests a save.
     """
-    caught = []
-    in_loop = threading.Event()
     first_at = 0.0
 
     def handle(number, frame):
         nonlocal first_at
         name = signal.Signals(number).name
         if number == signal.SIGUSR1:
-            on_save()
-        elif not in_loop.is_set():
+            progress["requests"].add("save")
+        elif not progress["in_loop"]:
             raise KeyboardInterrupt(name)
-        elif not caught:
-            caught.append(name)
+        elif not progress["signal"]:
+            progress["signal"] = name
             first_at = time.monotonic()
             print_stderr(f"{name}: finishing the step and saving; again to end at once")
         elif time.monotonic() - first_at > 1:  # `timeout` sends two at once
@@ -1952,7 +1782,7 @@ def catch_signals(on_save=lambda: None):
         if threading.current_thread() is threading.main_thread():  # only it can catch signals
             for number in numbers:
                 undo.callback(signal.signal, number, signal.signal(number, handle))
-        yield caught, in_loop
+        yield
 
 
 def print_stderr(text):
@@ -2337,6 +2167,15 @@ def describe_run(setup, programs, start):
     return row
 
 
+def print_warnings(cfg):
+    """Print what somebody who set these fields may not expect."""
+    if cfg.warmup_steps >= cfg.steps:
+        print0(f"warmup_steps {cfg.warmup_steps:g}: lr rises in all {cfg.steps} steps")
+    if cfg.param_dtype == "bfloat16":
+        print0("param_dtype bfloat16: a step that moves a parameter by less than 1/256 of its "
+               "size may not move it at all; with --param_dtype float32 every step counts")
+
+
 # ---- compilation cache
 
 
@@ -2522,9 +2361,9 @@ def log_nonfinite(run, step, loss, finite_grads):
 # ---- validation data that comes later
 
 
-def val_data_at(run, step, stopped):
-    """The validation data at `step`. Wait for data that is not there yet; {} once stopped(), or
-    when training is over.
+def val_data_at(run, step, progress):
+    """The validation data at `step`. Wait for data that is not there yet; {} once a stop is
+    requested, or when training is over.
     """
     source_at = run["val_data"].get("", {}).get("source_at")
     if not source_at:
@@ -2532,7 +2371,7 @@ def val_data_at(run, step, stopped):
     source = source_at(step)
     if source is None and step < run["cfg"].steps:
         run["log_event"]("out_of_data", {"step": step})
-        while source is None and not stopped():
+        while source is None and not poll_stop(run, step, progress, is_waiting=True):
             time.sleep(0.2)
             source = source_at(step)
     return {"": source} if source else {}
@@ -3005,6 +2844,23 @@ def raise_if_unequal(local):
     if any_errors and not errors:
         errors = ["another process has other flags or data than process 0; its output names them"]
     config.raise_if_errors(errors)
+
+
+def merge_requests(polled):
+    """The requests of all processes: the longest time, the stop of the first process that has one,
+    and all events.
+    """
+    if polled["stop"]:
+        polled = polled | {"stop": polled["stop"][:200]}
+    local = json.dumps(polled).encode().ljust(2000)
+    gathered = multihost_utils.process_allgather(np.frombuffer(local, np.uint8))
+    merged = {"elapsed_s": 0.0, "stop": None, "events": []}
+    for text in gathered:
+        found = json.loads(bytes(text))
+        merged["elapsed_s"] = max(merged["elapsed_s"], found["elapsed_s"])
+        merged["stop"] = merged["stop"] or found["stop"]
+        merged["events"] = sorted({*merged["events"], *found["events"]})
+    return merged
 
 
 def check_shared_folders(cfg, root):

@@ -82,8 +82,9 @@ def our_programs(cfg):
     import train  # noqa: F401  configures malloc as in every run
     mesh, table = step.make_mesh(cfg), model.param_table(cfg)
     tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
-    return mesh, step.compile_steps(cfg, mesh, table, model.loss_fn, model.init,
-                                    {"tokens": tokens, "labels": tokens})
+    steps = step.lower_steps(cfg, mesh, table, model.loss_fn, model.init,
+                             {"tokens": tokens, "labels": tokens})
+    return mesh, step.compile_steps(steps)
 
 
 def step_ours(dtype, shape):
@@ -640,7 +641,8 @@ def clicks_ours(rows=10**6):
     import train
     cfg = click_config(int(rows))
     run = train.setup_run(cfg, clicks.TASK, hooks=[clicks.sparse_rows])
-    programs = train.steplib.compile_steps(*train.step_args(run))
+    steps = train.steplib.lower_steps(*train.step_args(run))
+    programs = train.steplib.compile_steps(steps)
     state = programs["init"](jax.random.key(0))
     batches = itertools.cycle(click_batches(cfg))
 

@@ -769,7 +769,8 @@ def small_step(case, dtype, attention, **changes):
 
     import train
     setup = small_setup(case, (record_gradients,), dtype=dtype, attention=attention, **changes)
-    programs = train.steplib.compile_steps(*train.step_args(setup))
+    steps = train.steplib.lower_steps(*train.step_args(setup))
+    programs = train.steplib.compile_steps(steps)
     saved = np.load(reference_path(case))
     old = {}
     params = {}
@@ -966,7 +967,8 @@ def repeat_step(how, n_calls):
     if jax.devices()[0].platform == "cpu":
         changes = FAST
     setup = small_setup("plain", **changes, deterministic=option == "deterministic")
-    programs = train.steplib.compile_steps(*train.step_args(setup))
+    steps = train.steplib.lower_steps(*train.step_args(setup))
+    programs = train.steplib.compile_steps(steps)
     batch = put_batch(setup, make_batch(SMALL | CASES["plain"] | changes))
     initial = programs["init"](jax.random.key(0))
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -1046,7 +1048,8 @@ def three_losses(setup):
     import jax
 
     import train
-    programs = train.steplib.compile_steps(*train.step_args(setup))
+    steps = train.steplib.lower_steps(*train.step_args(setup))
+    programs = train.steplib.compile_steps(steps)
     batch = random_batch(setup)
     state = programs["init"](jax.random.key(0))
     losses = []

@@ -312,8 +312,8 @@ def call_often(n_calls, n_threads, dtype, with_options, out):
     batch = {"tokens": jax.numpy.asarray(tokens[0]), "labels": jax.numpy.asarray(tokens[1])}
     shapes = {name: jax.ShapeDtypeStruct(shape, np.int32, sharding=jax.NamedSharding(mesh, jax.P()))
               for name in batch}
-    programs = steplib.compile_steps(
-        cfg, mesh, model.param_table(cfg), model.loss_fn, model.init, shapes)
+    programs = steplib.compile_steps(steplib.lower_steps(
+        cfg, mesh, model.param_table(cfg), model.loss_fn, model.init, shapes))
     state, counts = programs["init"](jax.random.key(0)), Counter()
     for _ in range(n_calls):
         given = jax.tree.map(lambda x: jax.device_put(x, may_alias=False), state)  # it is donated

@@ -65,7 +65,8 @@ def test_the_first_losses_are_those_of_torchs_sparse_adam():
     cfg = bench.click_config(10**4, batch_size=128, lr=0.01, weight_decay=0.0, clip_norm=0.0,
                              schedule="constant", warmup_steps=0.0)
     run = train.setup_run(cfg, clicks.TASK, jax.devices()[:1], [clicks.sparse_rows])
-    programs = train.steplib.compile_steps(*train.step_args(run))
+    steps = train.steplib.lower_steps(*train.step_args(run))
+    programs = train.steplib.compile_steps(steps)
     state = programs["init"](jax.random.key(0))
     update = bench.torch_clicks(cfg, {name: np.array(x) for name, x in state["params"].items()})
     losses, torch_losses = [], []

@@ -73,7 +73,8 @@ init = lambda key, cfg: {"w": jax.random.normal(key, (1,)), "b": jnp.zeros(1)}
 mesh, x = step.make_mesh(cfg), jnp.linspace(-1, 1, 8)[:, None]
 rows = jax.sharding.NamedSharding(mesh, P("dp"))
 shape = jax.ShapeDtypeStruct((8, 1), jnp.float32, sharding=rows)
-made = step.compile_steps(cfg, mesh, table, loss_fn, init, {"x": shape, "y": shape})
+lowered = step.lower_steps(cfg, mesh, table, loss_fn, init, {"x": shape, "y": shape})
+made = step.compile_steps(lowered)
 state = made["init"](jax.random.key(0))
 batch = jax.device_put({"x": x, "y": 3 * x - 2}, rows)
 losses = []

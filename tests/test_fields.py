@@ -144,7 +144,7 @@ SLOPE = {
 def four_steps(cfg):
     """(changes of the weight, metrics) of four steps."""
     run = train.setup_run(cfg, SLOPE, jax.devices()[:1])
-    programs = step.compile_steps(*train.step_args(run))
+    programs = step.compile_steps(step.lower_steps(*train.step_args(run)))
     state = programs["init"](jax.random.key(0))
     weights = [1.0]
     all_metrics = []

@@ -90,8 +90,9 @@ def compiled(cfg, batch, table=TABLE, loss_fn=linear_loss, init_fn=init_linear, 
              override=lambda name, value: value):
     """(compile_steps over the mesh of cfg, its initial state, the batch placed)."""
     mesh = step.make_mesh(cfg, devices)
-    steps = step.compile_steps(
+    lowered = step.lower_steps(
         cfg, mesh, table, loss_fn, init_fn, batch_structs(batch, mesh), override)
+    steps = step.compile_steps(lowered)
     steps["train_step"] = with_rate(steps["train_step"], cfg)
     return steps, steps["init"](jax.random.key(0)), place(batch, mesh)
 

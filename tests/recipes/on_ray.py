@@ -111,17 +111,17 @@ def run(cfg, on_row=lambda event, row: None):
     plain = config.Config(**values)
     ray = connect(cfg.ray_address, worker_counts(cfg)[0] * cfg.n_cpus)
     restarts = 0
-    with train.catch_signals() as (signals, in_loop):
-        in_loop.set()
+    progress = {"in_loop": True, "signal": None, "requests": set()}
+    with train.catch_signals(progress):
         while True:
-            received = attempt(ray, cfg, plain, on_row, signals)
+            received = attempt(ray, cfg, plain, on_row, progress)
             if "error" in received:
                 where, _, error = received["error"].partition(": ")
                 config.raise_if_errors([error], where)
             if "summary" in received:
                 return received["summary"], restarts
             death = received["death"]
-            if signals or restarts == cfg.max_restarts:
+            if progress["signal"] or restarts == cfg.max_restarts:
                 sys.exit(f"error: {death}, after {restarts} of {cfg.max_restarts} restarts")
             if "start" in received:  # `resume` concerned the run before this one
                 plain = replace(plain, resume="auto")
@@ -164,7 +164,7 @@ def place_workers(ray, cfg):
     return n, group
 
 
-def attempt(ray, cfg, plain, on_row, signals):
+def attempt(ray, cfg, plain, on_row, progress):
     """Run all workers until they end or one dies.
 
     Returns {kind: value} with the last value of each kind that the workers sent: "start", "log",
@@ -208,7 +208,7 @@ def attempt(ray, cfg, plain, on_row, signals):
                     print(value, end="", flush=True)
                 if kind in ("log", "eval"):
                     on_row(kind, value)
-            if signals and "start" in received and not is_cancelled:
+            if progress["signal"] and "start" in received and not is_cancelled:
                 # As Ctrl-C would. Process 0 stops the others with it.
                 ray.cancel(workers[0], force=False)
                 is_cancelled = True
