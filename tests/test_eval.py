@@ -272,7 +272,3 @@ def test_the_end_of_a_run_has_the_best_validation_loss_of_all_launches(tiny, cap
         summary = train.main(cfg, [replace_loss], UNIGRAM)
         assert best.items() <= summary.items()
         assert "best validation loss 1.5000  of step 2" in capsys.readouterr().out.splitlines()
-    assert train.best_validation(best, {"step": 9, "val_loss": 1.25}) == {
-        "best_val_loss": 1.25, "best_val_step": 9}
-    for row in ({}, {"val_loss": None}, {"val_loss": math.nan}, {"val_loss": 2.0}):
-        assert train.best_validation(best, {"step": 9} | row) == best

@@ -95,7 +95,7 @@ def test_every_break_is_a_line_of_the_code():
     """What each test names as the break that makes it fail stands exactly once in its file, so that
     tests/mutate.py can apply it.
 
-    Break: train.py: stopped=stopped_while_waiting, => stopped = stopped_while_waiting,
+    Break: train.py: wait_until_idle=lambda: => wait_until_idle = lambda:
     """
     named, missing = mutate.named_breaks()
     wrong = [f"{test}: {old!r} stands {count} times in {file}" for test, file, old, _ in named
@@ -172,7 +172,7 @@ JUMPS = {
         "memory estimates": ["memory_advice", "plan"],
         "hooks from files": ["load_hooks"],
         "several processes": ["check_shared_folders", "connect_processes", "log_of_process",
-                              "raise_if_unequal", "restart_watchdog"],
+                              "merge_requests", "raise_if_unequal", "restart_watchdog"],
         "profiler": ["trace_profile"],
         "trackers": ["TRACKERS"],
         "observers that run": ["OBSERVERS"],

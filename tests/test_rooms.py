@@ -58,7 +58,7 @@ FEATURES = {
             ("train.py", '    progress["kept_best"] = best_so_far(cfg, first_step, validation)\n',
              ""),
             ("train.py", '    if run["cfg"].keep_best:\n'
-             "        keep_if_best(run, state, step, progress, numbers(row))\n", ""),
+             "        keep_if_best(run, state, step, progress, values)\n", ""),
             ("train.py", '        if kind == "best":\n'
              '            meta["best"] = describe_best(run, progress)\n', ""),
             ("train.py", '    if kind == "best" and kind in progress["save_errors"]:\n'
@@ -78,14 +78,14 @@ FEATURES = {
     "steps that are not finite": {
         "rooms": {"train.py": ["steps that are not finite"]},
         "edits": [
-            ("train.py", '        if last_metrics.get("finite", True):  # the first one\n'
+            ("train.py", '        if progress["is_finite"]:  # the first one\n'
              "            log_nonfinite(run, step, row[\"objective\"], finite_grads)\n", ""),
         ],
     },
     "validation data that comes later": {
         "rooms": {"train.py": ["validation data that comes later"]},
         "edits": [
-            ("train.py", "val_data_at(run, step, stopped_while_waiting)", 'run["val_data"]'),
+            ("train.py", "val_data_at(run, step, progress)", 'run["val_data"]'),
         ],
     },
     "LoRA": {

@@ -92,11 +92,7 @@ def stop_at(step, at="save"):
     """Return a hook that stops the run by a signal at an event of `step`."""
     def hook(event, value):
         if event == at and value["step"] == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-            frame = sys._getframe()
-            while "signals" not in frame.f_locals:  # a local of the run that calls this hook
-                frame = frame.f_back
-            wait_for(lambda: frame.f_locals["signals"])  # another thread sets it
+            signal.raise_signal(signal.SIGTERM)
     return hook
 
 
@@ -1234,7 +1230,8 @@ def test_on_nonfinite_stops_or_raises(tiny, policy, capsys):
     """"stop" saves and exits with 1, and "raise" raises. The parameters never change in such a
     step, and the step is in the log or in the error.
 
-    Break: train.py: True) and cfg.on_nonfinite == "stop" => True) and cfg.on_nonfinite == "skip"
+    Break: train.py: progress["is_finite"] and cfg.on_nonfinite == "stop" =>
+    progress["is_finite"] and cfg.on_nonfinite == "skip"
     """
     cfg = tiny(on_nonfinite=policy, eval_every=0, log_every=0)
     if policy == "raise":
@@ -1451,7 +1448,7 @@ def test_a_hook_requests_events(tiny):
     the run stops after them, as one of the hooks asks in the same row. A third hook gets the
     batches of the evaluation as "val_data", and may replace them.
 
-    Break: train.py: and not requests["events"]: => and True:
+    Break: train.py: (is_waiting or not events): => True:
     """
     cfg = tiny(dp=8, steps=12, log_every=2, save_every=0, eval_every=0, sample_tokens=2,
                eval_batches=1)
@@ -1594,8 +1591,8 @@ def test_wrong_hooks_are_named(tiny):
         train.main(tiny(eval_every=0, save_every=0), [forgets])
     assert "forgets, at the event log" in e.value.__notes__[0]
     with pytest.raises(AssertionError, match="hooks request {'evall'}: events are"):
-        train.run_row_hooks([lambda event, row: row | {"request": "evall"}], "log", {"step": 4},
-                            train.init_progress(0.0))
+        setup = {"cfg": config.Config(), "hooks": [lambda event, row: row | {"request": "evall"}]}
+        train.log_row(setup, [], train.init_progress(0.0), "log", {"step": 4})
     cfg = tiny(eval_every=0, resume="overwrite", save_every=0, log_every=4)
     assert train.main(cfg, [adds])["step"] == 8
     assert [(r["a"], r["b"], r["c"]) for r in rows(cfg.out_dir, "log")] == [(3, [1, 1], 5)] * 2
@@ -1624,8 +1621,7 @@ def test_a_resume_with_another_sp_is_refused_if_experts_drop_tokens(tiny):
     """A resume with another sp is refused, because experts would drop other tokens. meta.json
     holds the mesh of the checkpoint.
 
-    Break: train.py: setup["cfg"], meta.get("mesh", {}), => setup["cfg"],
-    dict(setup["mesh"].shape),
+    Break: train.py: cfg, meta.get("mesh", {}), => cfg, dict(setup["mesh"].shape),
     """
     experts = dict(n_experts=2, d_ff=32, eval_every=0, save_every=0, seq_len=32)
     train.main(tiny(**experts, steps=1))
@@ -1655,9 +1651,14 @@ def test_a_checkpoint_by_time_is_deleted_after_the_next(tiny, monkeypatch):
     Break: train.py: and why == "second" => and why == "third"
     """
     cfg = tiny(steps=6, save_every="3,1s", weights_every="1s", max_to_keep=0, eval_every=0)
-    ask = train.poll_requests
-    monkeypatch.setattr(train, "poll_requests", lambda run, step, *rest: (
-        ask(run, step, *rest) | {"elapsed_s": step + 1.0}))
+    times = itertools.count()
+    due_events = train.due_events
+
+    def due_after_a_second(run, step, progress):
+        progress["polled"]["elapsed_s"] = float(next(times))
+        return due_events(run, step, progress)
+
+    monkeypatch.setattr(train, "due_events", due_after_a_second)
     train.main(cfg)
     kinds = [(row["step"], row["kind"]) for row in rows(cfg.out_dir, "save")]
     assert sorted(kinds) == [(i, kind) for i in range(1, 7) for kind in ("save", "weights")]
@@ -1792,7 +1793,7 @@ def test_the_console_fits_80_columns(tiny, tmp_path):
 def test_a_resume_with_another_batch_size_says_so(tiny, capsys):
     """The first batch after the resume has new examples, or those that were trained on before.
 
-    Break: train.py: print0(f"since the checkpoint: {sentence}") => pass
+    Break: train.py: print0(f"since the checkpoint: {'; '.join(changes)}") => pass
     """
     batches = []
 
@@ -2015,7 +2016,9 @@ def due(step, last=(), second=0.0, requested=(), **fields):
     train_data = {"n": 10, "n_finished": lambda step: step // 3}
     run = {"cfg": cfg, "train_data": train_data, "intervals": train.event_intervals(cfg),
            "is_branch": False}
-    progress = {"last_done": dict(last), "polled": {"elapsed_s": second, "events": list(requested)}}
+    progress = {"last_done": {event: at for event, (at, _) in dict(last).items()},
+                "last_done_s": {event: at_s for event, (_, at_s) in dict(last).items()},
+                "polled": {"elapsed_s": second, "events": list(requested)}}
     return train.due_events(run, step, progress)
 
 
@@ -2591,8 +2594,7 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
     that process 0 found. A signal to process 1 stops both at the next multiple of log_every. A save
     that process 1 requests reaches both; process 0 alone skips it for both.
 
-    Break: train.py: step % (run["cfg"].log_every or 10) == 0 => step % (run["cfg"].log_every or
-    10) == 1
+    Break: train.py: step % (cfg.log_every or 10): => step % (cfg.log_every or 10) != 1:
     """
     cfg = tiny(**TWO | dict(epochs=1.0, save_every=0, log_every=7))
     hook = Path(cfg.out_dir + "_hook.py")
@@ -2632,12 +2634,11 @@ def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypa
     codes, names = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = [signal.getsignal(n) for n in names]
     monkeypatch.setattr(os, "_exit", codes.append)
-    saves = []
-    with train.catch_signals(lambda: saves.append(1)) as (caught, in_loop):
-        in_loop.set()
+    progress = train.init_progress(0.0) | {"in_loop": True}
+    with train.catch_signals(progress):
         for n in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # `timeout` sends two
             os.kill(os.getpid(), n)
-        assert caught == ["SIGTERM"] and saves == [1] and not codes
+        assert progress["signal"] == "SIGTERM" and progress["requests"] == {"save"} and not codes
         time.sleep(1.1)
         os.kill(os.getpid(), signal.SIGINT)
     assert codes == [130]
@@ -2647,21 +2648,21 @@ def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypa
     assert [signal.getsignal(n) for n in names] == handlers
 
     def elsewhere():
-        with train.catch_signals() as (seen, _):
-            codes.append((seen, signal.getsignal(signal.SIGTERM)))
+        with train.catch_signals(progress):
+            codes.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    assert codes[1:] == [([], handlers[1])]
+    assert codes[1:] == [handlers[1]]
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with train.catch_signals() as (caught, in_loop):
-            in_loop.set()
+        progress["signal"] = None
+        with train.catch_signals(progress):
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             for n in (signal.SIGHUP, signal.SIGTERM):
                 os.kill(os.getpid(), n)
-            assert caught == ["SIGTERM"]
+            assert progress["signal"] == "SIGTERM"
     finally:
         signal.signal(signal.SIGHUP, handlers[2])
 
@@ -2715,63 +2716,56 @@ def test_a_closed_terminal_ends_no_run(tiny, monkeypatch):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
-def test_processes_combine_their_stop_requests_at_multiples_of_log_every(tiny, monkeypatch):
-    """Two processes with different stop requests both get the later time, the signal, the stop
-    file and the hook's request. Between multiples of log_every nothing changes. One process alone
-    does not communicate. An event that a process requests is in one result of both; a wait for data
-    leaves it for the next.
+def test_processes_combine_their_requests_at_multiples_of_log_every(tiny, monkeypatch):
+    """A hook's stop waits for the events that hooks have requested, except during a wait for data;
+    a signal and the stop file do not. Two processes with different requests both get the later
+    time, the stop and all events. Between multiples of log_every they exchange nothing.
 
-    Break: train.py: gathered.max(axis=0) => gathered[0]
+    Break: train.py: max(merged["elapsed_s"], found["elapsed_s"]) => found["elapsed_s"]
     """
-    gathered, other, hook_stops, requests = [], [0] * 10, [], set()
+    gathered, other = [], {"elapsed_s": 250.0, "stop": "enough", "events": ["eval"]}
 
     def allgather(found):
-        gathered.append(int(found[2]))
-        return np.stack([found, np.float32(other)])
+        gathered.append(json.loads(bytes(found)))
+        other_found = json.dumps(other).encode().ljust(found.size)
+        return np.stack([np.frombuffer(other_found, np.uint8), found])
 
-    def poll(step, signals, before=None, log_every=7):
-        run = {"cfg": tiny(log_every=log_every)}
-        progress = train.init_progress(0.0) | {"hook_stops": hook_stops, "requests": requests}
-        if before:
-            progress["polled"] = before
-        return train.poll_requests(run, step, progress, signals)
+    progress = train.init_progress(0.0)
+    run = {"cfg": tiny(log_every=7, steps=50), "first_step": 0, "stop_conditions": []}
+
+    def poll(step, is_waiting=False):
+        found = train.poll_stop(run, step, progress, is_waiting)
+        return found and found[0], progress["polled"]["events"]
 
     monkeypatch.setattr(train.multihost_utils, "process_allgather", allgather)
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
-    assert poll(3, []) == {"step": 3, "elapsed_s": 100, "stop_file": False, "signal": None,
-                           "hook_stops": hook_stops, "events": []}
-    requests |= {"sample", "save"}
-    assert poll(None, [])["events"] == [] and poll(3, [])["events"] == ["save", "sample"]
-    assert poll(4, [])["events"] == [] and not requests
-    assert poll(3, ["SIGINT"])["signal"] == "SIGINT" and train.signal_received(["SIGINT"])
+    assert poll(3) == (None, []) and progress["polled"]["elapsed_s"] == 100
+    progress["requests"] |= {"sample", "save"}
+    progress["hook_stop"] = "a hook"
+    assert poll(4) == (None, ["sample", "save"])
+    assert poll(4, is_waiting=True) == ("a hook", ["sample", "save"])
     stop = Path(tiny().out_dir) / "stop"
     stop.parent.mkdir()
     stop.touch()
-    assert poll(3, [])["stop_file"] is True
-    stop.unlink()
+    assert poll(5) == (f"{stop} exists", ["sample", "save"])
+    progress["signal"] = "SIGINT"
+    assert poll(6)[0] == "SIGINT" and train.signal_received(progress)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert not train.signal_received(["SIGINT"]) and not gathered
-    before = {"step": 7, "elapsed_s": 5.0}
-    requests.add("eval")
-    for step in (8, 7):
-        assert poll(step, ["SIGINT"], before | {"events": ["save"]}) == before | {"events": []}
-    assert not gathered and requests
-    other[:] = 250, 1, signal.SIGTERM, 1, 1, 0, 0, 0, 0, 0
-    for step, log_every in ((14, 7), (20, 0)):
-        assert poll(step, ["SIGINT"], before, log_every) == {
-            "step": step, "elapsed_s": 250, "stop_file": True, "signal": "SIGTERM",
-            "hook_stops": ["a hook of another process requested it"],
-            "events": ["save"] if log_every == 0 else ["save", "eval"]}
-    assert gathered == [2, 2] and poll(14, [], before, 0) == before | {"events": []}
-    hook_stops.append("enough")
-    assert poll(14, [])["hook_stops"] == ["enough"]
+    assert not train.signal_received(progress)
+    assert poll(7, is_waiting=True)[0] is None
+    stop.unlink()
+    progress["signal"] = None
+    progress["polled"] = {"elapsed_s": 5.0, "stop": None, "events": ["save"]}
+    assert poll(8) == (None, []) and not gathered
+    assert poll(14) == ("enough", ["eval", "sample", "save"])
+    assert progress["polled"]["elapsed_s"] == 250 and gathered[0]["stop"] is None
 
 
 def test_a_signal_during_an_evaluation_ends_it(tiny):
     """A signal arrives in the first batch of the evaluation at the last step. The evaluation ends
     without a result, and the next launch runs it.
 
-    Break: train.py: return signal_received(signals) => return False
+    Break: train.py: return signal_received(progress) => return False
     """
     def open_text(parts, cfg):
         sources = data.open_text(parts, cfg)
@@ -2799,12 +2793,13 @@ def test_a_signal_before_the_loop_raises_keyboard_interrupt():
 
     Break: train.py: raise KeyboardInterrupt(name) => pass
     """
-    with pytest.raises(KeyboardInterrupt, match="SIGTERM"), train.catch_signals():
+    progress = train.init_progress(0.0)
+    with train.catch_signals(progress):
+        with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+            signal.raise_signal(signal.SIGTERM)
+        progress["in_loop"] = True
         signal.raise_signal(signal.SIGTERM)
-    with train.catch_signals() as (caught, in_loop):
-        in_loop.set()
-        signal.raise_signal(signal.SIGTERM)
-        wait_for(lambda: caught == ["SIGTERM"])
+        wait_for(lambda: progress["signal"] == "SIGTERM")
 
 
 @pytest.mark.slow
@@ -2813,7 +2808,7 @@ def test_a_signal_finishes_the_step_and_saves(tiny, name, moment):
     """A signal during a step or an evaluation ends the run after the step, with a save and exit
     code 0.
 
-    Break: train.py: caught.append(name) => pass
+    Break: train.py: progress["signal"] = name => pass
     """
     cfg = tiny(steps=10**6, save_every=0, log_every=10, eval_batches=0,
                eval_every=50 if moment == "eval" else 0, n_layers=2)
@@ -2832,7 +2827,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tiny, moment):
     """A signal during tokenization or compilation ends the process within seconds. It leaves no
     config.json.
 
-    Break: train.py: elif not in_loop.is_set(): => elif False:
+    Break: train.py: elif not progress["in_loop"]: => elif False:
     """
     cfg = tiny(steps=2, n_layers=48, d_model=256, seq_len=256, cache_dir="", eval_every=0)
     if moment == "data":
@@ -3312,23 +3307,18 @@ def test_patterns_select_the_parameter_groups():
     ("+3", {"step": 6}, None, None),
     ("1h30m", {"elapsed_s": 5400.0}, "second 5400 has reached 5400", 0),
     ("1h30m", {"elapsed_s": 5399.0}, None, None),
-    ("", {"stop_file": True}, "runs{x}/stop exists", 0),
+    ("", {"stop": "SIGTERM"}, "SIGTERM", 0),
     ("val_loss<2.5", {"val_loss": 2.4375}, "val_loss 2.4375 is below 2.5", 0),
     ("val_loss<2.5", {"val_loss": 2.5}, None, None),
     ("val_acc>0.5", {"val_acc": 0.625}, "val_acc 0.625 is above 0.5", 0),
     ("loss>9", {"loss": 12.0}, "loss 12 is above 9", 1),
     ("loss>9", {"loss": 9.0}, None, None),
-    ("", {"hook_stops": ["enough"]}, "enough", 0),
-    ("", {"hook_stops": ["enough"], "events": ["save"]}, None, None),
-    ("", {"signal": "SIGTERM", "events": ["save"]}, "SIGTERM", 0),
-    ("", {"finite": False}, "a loss or gradient is not finite near step 4; the state before it "
+    ("", {"is_finite": False}, "a loss or gradient is not finite near step 4; the state before it "
                             "is saved", 1),
-    # If several apply: the file, the first condition, a hook, the last step.
-    ("1s loss<9", {"elapsed_s": 1.0, "stop_file": True, "loss": 1.0}, "runs{x}/stop exists", 0),
+    # If several apply: the first condition, a request, the last step.
     ("loss<9 loss>0.5 1s", {"elapsed_s": 1.0, "loss": 1.0}, "loss 1 is below 9", 0),
-    ("loss>0.5", {"step": 20, "loss": 1.0, "hook_stops": ["x"]}, "loss 1 is above 0.5", 1),
-    ("", {"step": 20, "hook_stops": ["enough"]}, "enough", 0),
-    ("", {"step": 20, "hook_stops": ["enough"], "events": ["save"]}, "all 20 steps are done", 0)])
+    ("loss>0.5", {"step": 20, "loss": 1.0, "stop": "x"}, "loss 1 is above 0.5", 1),
+    ("", {"step": 20, "stop": "enough"}, "enough", 0)])
 def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
     """Each stop condition of a run of 20 steps that started at step 4 gives its reason and exit
     code. If several apply, the first in a fixed order wins.
@@ -3338,11 +3328,12 @@ def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
     cfg = config.Config(steps=20, out_dir="runs{x}", stop=tuple(stop.split()))
     config.validate(cfg, 1)
     run = {"cfg": cfg, "first_step": 4, "stop_conditions": config.parse_stops(cfg)}
-    requests = {"signal": None, "stop_file": False, "elapsed_s": 0.0, "hook_stops": [],
-                "events": []}
-    requests |= {k: values[k] for k in requests.keys() & values.keys()}
-    metrics = {k: x for k, x in values.items() if k not in ("step", *requests)}
-    found = train.stop_reason(run, values.get("step", 4), requests, metrics)
+    polled = {"elapsed_s": 0.0, "stop": None, "events": []}
+    polled |= {k: values[k] for k in polled.keys() & values.keys()}
+    metrics = {k: x for k, x in values.items() if k not in ("step", "is_finite", *polled)}
+    progress = {"polled": polled, "last_metrics": metrics,
+                "is_finite": values.get("is_finite", True)}
+    found = train.stop_reason(run, values.get("step", 4), progress)
     assert found == (reason and (reason, code))
 
 
@@ -3350,7 +3341,7 @@ def test_a_metric_that_meets_a_stop_condition_once_stops_the_run(tiny):
     """Metrics are read while the next step runs. The run stops even if the metrics of the next
     step no longer meet the condition.
 
-    Break: train.py: progress["last_metrics"]) or stop => progress["last_metrics"])
+    Break: train.py: stop_reason(run, step, progress) or stop => stop_reason(run, step, progress)
     """
     cfg = tiny(stop=("odd>0",), log_every=1, save_every=0, eval_every=0, dp=8)
     summary = train.main(cfg, [lambda event, row: row | {"odd": float(row["step"] == 3)}
@@ -3360,7 +3351,7 @@ def test_a_metric_that_meets_a_stop_condition_once_stops_the_run(tiny):
 
 
 def test_nested_timers_charge_the_innermost_bucket(monkeypatch):
-    """Each second is charged to the innermost bucket, and the wait for data to "data".
+    """Each second is charged to the innermost bucket.
 
     Break: train.py: start_bucket(timers, outer) => pass
     """
@@ -3375,9 +3366,8 @@ def test_nested_timers_charge_the_innermost_bucket(monkeypatch):
             now[0] += 100
         now[0] += 1
     now[0] += 2
-    train.charge_wait(timers, 3.0)
     assert train.time_by_bucket(timers) == dict.fromkeys(train.TIME_BUCKETS, 0) | {
-        "step": 4, "save": 11, "other": 100, "data": 3}
+        "step": 7, "save": 11, "other": 100}
 
 
 # ---- events, time, trackers
@@ -3416,7 +3406,7 @@ def test_the_time_of_all_launches_is_counted_once(monkeypatch):
     nothing = dict.fromkeys(train.TIME_BUCKETS, 0)
     assert spent == nothing | {"start": 10, "compile": 3, "step": 2, "other": 4}
     progress = train.init_progress(40.0) | {"timers": timers}
-    saved = {"done": [], "requests": [], "last_metrics": {}, "validation": {},
+    saved = {"last_done": {}, "requests": [], "last_metrics": {}, "validation": {},
              "best_validation": {}, "time_s": spent}
     train.restore_progress(progress, 2, {"progress": saved}, {})
     assert train.time_by_bucket(timers) == nothing | {

@@ -314,8 +314,8 @@ def test_a_new_run_ignores_the_windows_of_an_earlier_run(days):
     """A run that was killed before its first save has left a list of windows. A new run ignores
     this list.
 
-    Break: train.py: (start_meta.get("data", {}).get("windows", [])) =>
-    (start_meta["data"]["windows"]) if start_meta else None
+    Break: train.py: (meta.get("data", {}).get("windows", [])) =>
+    (meta["data"]["windows"]) if meta else None
     """
     cfg = days(steps=2)
     before = Path(cfg.out_dir, "windows.jsonl")
@@ -331,7 +331,8 @@ def test_the_stop_file_ends_the_wait_for_data(days, capsys):
     """The folder has no new file. The run logs and prints once that it waits for data, and the
     stop file ends it a second later.
 
-    Break: train.py: stopped=stopped_while_waiting, => stopped=bool,
+    Break: train.py: stopped=lambda: poll_stop(run, step, progress, is_waiting=True), =>
+    stopped=bool,
     """
     cfg, seen = days(wait_s=15.0, windows_per_epoch=0, steps=10**6), []
 
