@@ -516,7 +516,7 @@ def init_progress(launched):
         "signal": None,
         # The first reason of a hook to stop, or None
         "hook_stop": None,
-        # Events of config.EVENTS that are requested and not done yet
+        # Events of config.EVENTS that are requested, until they are due
         "requests": set(),
         # Requests of all processes at the newest poll_stop: "elapsed_s" since the launch, "stop": a
         # reason or None, "events" for the next step
@@ -558,6 +558,7 @@ def train(run, state, progress):
     try:
         for step in range(first_step, max(first_step, cfg.steps) + 1):
             due = due_events(run, step, progress)
+            progress["requests"] -= due.keys()
 
             # Log the metrics of this step, if something is due: this waits for the device.
             # Otherwise they are logged below, while the device works on the next step.
@@ -1102,7 +1103,6 @@ def mark_done(progress, event, step):
     """Note that an event is done at this step. An earlier checkpoint of the step lacks it."""
     progress["last_done"][event] = step
     progress["last_done_s"][event] = progress["polled"]["elapsed_s"]
-    progress["requests"].discard(event)
     progress["saved_step"] = None
 
 
