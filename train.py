@@ -1428,7 +1428,6 @@ def print_preview(run, params, step, timers):
     """Print samples, if the task has some. An error is logged, and training continues."""
     if not run["task"]["sample"]:
         return
-    row = {"step": step, "texts": []}
     source = next(iter(run["val_data"].values()), run["train_data"])
     with timed(timers, "other"):
         try:

@@ -1900,7 +1900,7 @@ def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, tmp_pat
     before it, in the middle between two log rows, and ends bit-identical to an uninterrupted run.
     If no checkpoint can be read, a launch raises an error and deletes nothing.
 
-    Break: train.py: start_meta = ckpt.read_meta(start["root"], int(state["step"])) => pass
+    Break: train.py: meta = ckpt.read_meta(start["root"], saved_step) => pass
     """
     make = partial(tiny, steps=12, schedule="cosine", log_every=3)
     straight = make(out_dir=str(tmp_path / "straight"))
