@@ -9,7 +9,6 @@ lists the checkpoints and decides which is the newest.
     ckpt.wait(ckpt.save("runs", 7, tree)); tree = ckpt.restore("runs", 7, like=tree)
 """
 import contextlib
-import errno
 import fcntl
 import fnmatch
 import json
@@ -22,7 +21,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 
 import jax
@@ -32,8 +31,7 @@ from jax.experimental import multihost_utils
 
 FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores and the disk busy
 CHUNK_BYTES = 2**20  # largest part of a file that has its own checksum and can be read alone
-SMALL_BYTES = 2**16  # unsplit arrays up to this size share one array of bytes
-SMALL = ".small"  # name of that array
+SMALL_BYTES = 2**14  # largest array that is stored in meta.json; a file for each costs time
 READERS = 32  # number of arrays that are read at a time
 
 
@@ -47,10 +45,8 @@ def flatten(tree):
     arrays = {}
     for path, x in leaves:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name in arrays:
-            raise ValueError(f"two arrays of the tree have one name, {name}: rename a key")
-        if not _is_path(name) or name == SMALL:
-            raise ValueError(f"{name!r}: no array can be saved under that name")
+        if name in arrays or {".", ".."} & {*name.split("/")}:
+            raise ValueError(f"{name!r}: another array has that name, or none can; rename a key")
         if not hasattr(x, "dtype"):
             x = np.asarray(x)
         if not (jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool):
@@ -60,7 +56,7 @@ def flatten(tree):
     return arrays, treedef
 
 
-def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=False, log=print):
+def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, log=print):
     """Start to write `tree` as checkpoint `step`; return a Future of its path.
 
     Returns when the arrays may be overwritten or donated; a thread does the rest. A checkpoint of
@@ -70,8 +66,7 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=Fa
 
     root: a folder, gs://bucket/path, s3://bucket/path or, for a server other than Amazon's,
     s3://bucket/path?endpoint=http://host:port. meta: further entries of meta.json; "step", "folder"
-    and "arrays" are reserved. temporary: the next checkpoint replaces this one. log: gets a message
-    for each file that cannot be deleted.
+    and "arrays" are reserved. log: gets a message for each file that cannot be deleted.
 
     Raises TypeError for a reserved entry, ValueError for a tree that cannot be saved. All other
     errors are raised by the Future: see `wait`.
@@ -83,49 +78,40 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=Fa
     for x in arrays.values():
         if isinstance(x, jax.Array) and not _in_host_memory(x):
             x.copy_to_host_async()
-    layouts = _plan_layout(arrays)  # the shape of the files of each array
+    layouts = {name: _plan_layout(x) for name, x in arrays.items()}
     shards = _copy_shards(arrays, layouts)
 
     # A random folder for the arrays: a checkpoint of the same step stays intact until the commit.
     # Process 0 chooses it for all processes.
     save_id = broadcast_from_main(lambda: f"save-{os.urandom(4).hex()}")
     _step_name(step)  # ValueError for a step that is not a count
-    step = int(step)
-    if meta is None:
-        meta = {}
-    meta = dict(step=step, folder=save_id, arrays=layouts, **meta)  # TypeError for a reserved entry
+    # TypeError for a reserved entry.
+    meta = dict(step=int(step), folder=save_id, arrays=layouts, **(meta or {}))
     # Convert meta to what a reader will get: JSON has text keys and no NumPy numbers.
     meta = json.loads(json.dumps(meta, default=lambda x: np.asarray(x).tolist()))
 
     thread = ThreadPoolExecutor(1, "ckpt")
-    return thread.submit(
-        _write, root, meta, shards, temporary, max_to_keep, keep_period, log)
+    return thread.submit(_write, root, meta, shards, max_to_keep, keep_period, log)
 
 
 def _copy_shards(arrays, layouts):
     """Copies of the data that this process writes: dicts of "name", "index" and "data"."""
-    is_main = jax.process_index() == 0
     shards = []
-    small = []
     for name, x in arrays.items():
-        if "offset" in layouts[name]:
-            if is_main:
-                small.append(np.asarray(x).tobytes())
-        elif isinstance(x, jax.Array):
+        if "data" in layouts[name]:
+            continue
+        if isinstance(x, jax.Array):
             # Several devices may have copies of a shard: the first one is written.
             for shard in x.addressable_shards:
                 if shard.replica_id == 0:
                     data = _snapshot(shard.data)
                     shards.append({"name": name, "index": shard.index, "data": data})
-        elif is_main:
+        elif jax.process_index() == 0:
             shards.append({"name": name, "index": (), "data": _snapshot(x)})
-    if SMALL in layouts and is_main:
-        packed = np.frombuffer(b"".join(small), np.uint8)
-        shards.append({"name": SMALL, "index": (), "data": packed})
     return shards
 
 
-def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
+def _write(root, meta, shards, max_to_keep, keep_period, log):
     """Write the shards of this process and commit; return the path of the checkpoint.
 
     Raises ValueError when anything fails, after deleting what this save has written.
@@ -169,13 +155,14 @@ def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
 
         # (2) With several processes, process 0 waits until all have written their shards.
         if rank == 0 and jax.process_count() > 1:
-            _wait_for_shards(store, save_id)
+            _wait_for_peers(store, save_id)
 
         # (3) Process 0 writes meta.json.
         if rank == 0:
-            _commit(root, store, meta, temporary)
+            _commit(root, store, meta)
         else:
-            _report_and_wait_for_commit(store, save_id)
+            store.write(f"{save_id}.{rank}", b"written").result()
+            _wait_for_peers(store, save_id)
     except (ValueError, OSError) as e:  # TensorStore raises ValueErrors
         error = _message(e)
         if store:
@@ -194,7 +181,7 @@ def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
     return path
 
 
-def _commit(root, store, meta, temporary):
+def _commit(root, store, meta):
     """Make the written arrays a checkpoint, by one atomic write of meta.json."""
     # TensorStore has synced each file and its folder. Sync the folders above: those of the arrays,
     # the root and its two parents, in case the run created them.
@@ -204,30 +191,15 @@ def _commit(root, store, meta, temporary):
         folders += path.parents[:3]
         for folder in folders:
             _sync(folder)
-
     content = {"crc32": _checksum(meta), "body": meta}
-    text = json.dumps(content, indent=1).encode()
-
-    # The file "temporary" marks a checkpoint that the next one replaces. A kill may come between
-    # any two of these writes, so their order is:
-    # - A mark that an earlier save of this step has left is deleted before meta.json is written: no
-    #   checkpoint that must be kept ever has a mark.
-    # - A new mark is written after meta.json. A kill may leave a temporary checkpoint without its
-    #   mark, which is then kept.
-    if not temporary:
-        store.write("temporary", None).result()
-    store.write("meta.json", text).result()
-    if temporary:
-        store.write("temporary", b"yes").result()
+    store.write("meta.json", json.dumps(content, indent=1).encode()).result()
 
 
 def wait(future):
     """Block until a save is committed, and return its path. Raises ValueError for a failed save.
     future None: return None at once.
     """
-    if future is None:
-        return None
-    return future.result()
+    return future and future.result()
 
 
 # ---- restore
@@ -260,6 +232,7 @@ def read_meta(root, step):
 
     Raises ValueError when meta.json is missing or corrupted, or was written by another version.
     """
+    path = join_path(root, _step_name(step), "meta.json")
     try:
         content = json.loads(_read(_open(root, _step_name(step)), "meta.json"))
         meta = content["body"]
@@ -268,7 +241,6 @@ def read_meta(root, step):
         if not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]):
             raise ValueError("another version of Sixfile wrote it")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        path = join_path(root, _step_name(step), "meta.json")
         raise ValueError(f"{path}: missing or corrupted: {_message(e)}") from None
     return meta
 
@@ -317,36 +289,23 @@ def restore(root, step, like=None, meta=None):
     wanted, treedef = flatten(like)
     _check_fit(wanted, meta["arrays"], join_path(root, _step_name(step)))
     with ThreadPoolExecutor(READERS) as pool:
-        # SMALL is read once, first, for all arrays in it. Of np.empty only the dtype is used.
-        small = None
-        if SMALL in meta["arrays"]:
-            small = pool.submit(_load, root, meta, None, SMALL, np.empty(0, np.uint8))
-        load = partial(_load, root, meta, small)
-        leaves = pool.map(load, wanted, wanted.values())
+        leaves = pool.map(partial(_load, root, meta), wanted, wanted.values())
         return jax.tree.unflatten(treedef, leaves)
 
 
-def _load(root, meta, small, name, like):
-    """Read the parts of an array that this process needs. small: Future of the array SMALL, or None
-    when no array is in it.
-    """
+def _load(root, meta, name, like):
+    """Read the parts of an array that this process needs."""
     layout = meta["arrays"][name]
     shape, dtype = layout["shape"], np.dtype(layout["dtype"])
-    try:
-        if "offset" in layout:
-            n_bytes = prod(shape) * dtype.itemsize
-            packed = np.zeros(0, np.uint8)
-            if n_bytes > 0:  # if all small arrays are empty, there is no SMALL
-                packed = small.result()[layout["offset"]:][:n_bytes]
-            stored = packed.view(dtype).reshape(shape)
+    path = join_path(root, _step_name(meta["step"]))
+    with _explain(f"checkpoint {path}: array {name} is corrupted"):
+        if "data" in layout:
+            stored = np.ndarray(shape, dtype, bytearray.fromhex(layout["data"]))
         else:
             stored = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
         # Read each part that the sharding gives to this process, once, and put the parts together.
         read = partial(_read_part, stored, dtype, like.dtype)
         return _assemble(shape, getattr(like, "sharding", None), read)
-    except ValueError as e:
-        path = join_path(root, _step_name(meta["step"]))
-        raise ValueError(f"checkpoint {path}: array {name} is corrupted: {_message(e)}") from None
 
 
 # ---- supporting
@@ -356,32 +315,19 @@ def _load(root, meta, small, name, like):
 
 # ---- layout of arrays
 
-def _plan_layout(arrays):
-    """{name: layout}, which defines how each array is stored; equal on every process.
-
-    Small arrays are stored one after another in SMALL, an array of bytes, each at an "offset". A
-    larger array is stored in files of shape "file", which consist of chunks of shape "chunk".
+def _plan_layout(x):
+    """How an array is stored, equal on every process: a small one with its "data" in meta.json, a
+    larger one in files of shape "file", which consist of chunks of shape "chunk".
     """
-    layouts = {}
-    n_small_bytes = 0
-    for name, x in arrays.items():
-        layout = {"shape": list(x.shape), "dtype": str(x.dtype)}
-        layouts[name] = layout
-        is_split = isinstance(x, jax.Array) and not x.is_fully_replicated
-        if x.nbytes <= SMALL_BYTES and not is_split:
-            layout["offset"] = n_small_bytes
-            n_small_bytes += x.nbytes
-            continue
-        # A file lies within one shard, so that one process writes it.
-        shard_shape = x.shape
-        if isinstance(x, jax.Array):
-            shard_shape = x.sharding.shard_shape(x.shape)
-        layout["file"] = _chunk_shape(shard_shape, FILE_BYTES // x.dtype.itemsize)
-        layout["chunk"] = _chunk_shape(layout["file"], CHUNK_BYTES // x.dtype.itemsize)
-    if n_small_bytes:
-        file = [min(n_small_bytes, FILE_BYTES)]
-        layouts[SMALL] = {"shape": [n_small_bytes], "dtype": "uint8", "file": file}
-    return layouts
+    layout = {"shape": list(x.shape), "dtype": str(x.dtype)}
+    is_split = isinstance(x, jax.Array) and not x.is_fully_replicated
+    if x.nbytes <= SMALL_BYTES and not is_split:
+        return layout | {"data": np.asarray(x).tobytes().hex()}
+    # A file lies within one shard, so that one process writes it.
+    shard_shape = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
+    file = _chunk_shape(shard_shape, FILE_BYTES // x.dtype.itemsize)
+    chunk = _chunk_shape(file, CHUNK_BYTES // x.dtype.itemsize)
+    return layout | {"file": file, "chunk": chunk}
 
 
 def _chunk_shape(shape, n_elements):
@@ -407,12 +353,6 @@ def _file_slices(shape, file):
             yield (slice(start, stop), *others)
 
 
-def _is_path(name):
-    """Whether the name of an array leads to a path below its folder."""
-    keys = name.split("/")
-    return "." not in keys and ".." not in keys
-
-
 # ---- copies of arrays
 
 def _snapshot(x):
@@ -436,8 +376,8 @@ def _check_space(root, n_bytes):
     """Raise OSError when the disk of a folder has less than n_bytes free."""
     free = shutil.disk_usage(root).free
     if free < n_bytes:
-        raise OSError(errno.ENOSPC, f"{n_bytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB "
-                      "are free: delete something, or keep fewer checkpoints")
+        raise OSError(f"No space left: {n_bytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB are "
+                      "free: delete something, or keep fewer checkpoints")
 
 
 def _checksum(meta):
@@ -459,25 +399,23 @@ def _abort(root, store, meta, error, pending, log):
     for write in pending:
         write.exception()
     with contextlib.suppress(ValueError, OSError):
-        if jax.process_index() == 0:
-            is_committed = save_id.encode() in _read(store, "meta.json")
-            if not is_committed:
-                _delete(root, log, f"{step_name}/{save_id}", f"{step_name}/{save_id}.0")
+        if jax.process_index() == 0 and not _is_committed(store, save_id):
+            _delete(root, log, f"{step_name}/{save_id}", f"{step_name}/{save_id}.0")
         if jax.process_count() > 1:
-            _announce_failure(store, save_id, error)
+            text = f"process {jax.process_index()}: {error}"
+            store.write(f"{save_id}.failed", text.encode()).result()
+
+
+def _is_committed(store, save_id):
+    return save_id.encode() in _read(store, "meta.json")
 
 
 # ---- parts of a restore
 
 def saved_shapes(meta):
-    """The tree of a checkpoint as nested dicts of ShapeDtypeStructs, from its meta.
-
-    Raises ValueError when a name is both an array and the beginning of another name.
-    """
+    """The tree of a checkpoint as nested dicts of ShapeDtypeStructs, from its meta."""
     tree = {}
-    for name, layout in sorted(meta["arrays"].items()):
-        if name == SMALL:
-            continue
+    for name, layout in meta["arrays"].items():
         shape = jax.ShapeDtypeStruct(tuple(layout["shape"]), np.dtype(layout["dtype"]))
         if name == "":  # the tree is one array
             return shape
@@ -485,9 +423,6 @@ def saved_shapes(meta):
         node = tree
         for key in folders:
             node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                raise ValueError(f"{name!r}: the beginning of this name is another array: pass "
-                                 "`like` to restore")
         node[last] = shape
     return tree
 
@@ -555,6 +490,22 @@ def broadcast_from_main(decide):
     return _broadcast(decide)
 
 
+# ---- errors
+
+@contextlib.contextmanager
+def _explain(text):
+    """Raise errors of files and of TensorStore as ValueErrors that begin with a text."""
+    try:
+        yield
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{text}: {_message(e)}") from None
+
+
+def _message(error):
+    """TensorStore's error message without the spec and source locations at its end."""
+    return re.split(r"\s*\[(?:tensorstore_spec|source locations|http_)", str(error))[0]
+
+
 # ---- paths
 
 def join_path(root, *names):
@@ -588,22 +539,18 @@ def latest(root):
 
 
 # Names that a save writes in a step's folder, perhaps with the end of a lock of TensorStore.
-KNOWN_NAMES = re.compile(r"(save-[0-9a-f]{8}(\.(\d+|failed))?|temporary|meta\.json)(\.__lock)?")
+KNOWN_NAMES = re.compile(r"(save-[0-9a-f]{8}(\.(\d+|failed))?|meta\.json)(\.__lock)?")
 
 
 def _step_folders(root):
     """{step: names in its folder}, without folders of other programs."""
-    try:
+    with _explain(f"{root} cannot be listed"):
         folders = _list_folders(root) if _is_local(root) else _list_bucket(root)
-    except (ValueError, OSError) as e:
-        raise ValueError(f"{root} cannot be listed: {_message(e)}") from None
     found = {}
     for folder, names in folders.items():
-        is_step = re.fullmatch("[0-9]{9,}", folder) and folder == _step_name(int(folder))
         # Without meta.json: an unfinished save or deletion, if a save writes all these names.
-        has_meta = "meta.json" in names
-        has_only_known_names = all(KNOWN_NAMES.fullmatch(name) for name in names)
-        if is_step and (has_meta or has_only_known_names):
+        is_of_save = "meta.json" in names or all(map(KNOWN_NAMES.fullmatch, names))
+        if re.fullmatch("[0-9]{9}|[1-9][0-9]{9,}", folder) and is_of_save:
             found[int(folder)] = names
     return found
 
@@ -648,15 +595,13 @@ def _zarr_spec(root, meta, name):
     """TensorStore's spec of an array. Opening fails if zarr.json differs from this spec."""
     layout = meta["arrays"][name]
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-    if "chunk" in layout:
-        sharding = {"chunk_shape": layout["chunk"], "codecs": codecs, "index_codecs": codecs}
-        codecs = [{"name": "sharding_indexed", "configuration": sharding}]
+    sharding = {"chunk_shape": layout["chunk"], "codecs": codecs, "index_codecs": codecs}
     grid = {"name": "regular", "configuration": {"chunk_shape": layout["file"]}}
     return {
         "driver": "zarr3",
         "metadata": {
-            "shape": layout["shape"], "data_type": layout["dtype"], "codecs": codecs,
-            "chunk_grid": grid},
+            "shape": layout["shape"], "data_type": layout["dtype"], "chunk_grid": grid,
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}]},
         "kvstore": _kvstore(root, _step_name(meta["step"]), meta["folder"], *name.split("/")),
         # Write chunks of zeros too: a chunk that is missing is an error.
         "fill_missing_data_reads": False,
@@ -664,34 +609,17 @@ def _zarr_spec(root, meta, name):
     }
 
 
-def _message(error):
-    """TensorStore's error message without the spec and source locations at its end."""
-    return re.split(r"\s*\[(?:tensorstore_spec|source locations|http_)", str(error))[0]
-
-
 # ---- retention and clean-up
 
 def delete_old(root, max_to_keep, keep_period=0, log=print, up_to=float("inf")):
-    """Delete the checkpoints up to a step, except the `max_to_keep` newest (0: keep all), those
-    whose step keep_period divides, and the newest one. A temporary checkpoint is kept only while it
-    is the newest. `log` gets a message for each checkpoint that cannot be deleted.
+    """Delete the checkpoints up to a step, except the `max_to_keep` newest (0: keep all) and those
+    whose step keep_period divides. `log` gets a message for each that cannot be deleted.
     """
-    saved = {}
-    for step, names in sorted(_step_folders(root).items()):
-        if "meta.json" in names and step <= up_to:
-            saved[step] = names
-    lasting = [step for step, names in saved.items() if "temporary" not in names]
-    permanent = [step for step in lasting if keep_period and step % keep_period == 0]
-    kept = set(lasting[-max_to_keep:])  # [-0:] is all of them
-    kept.update(permanent)
-    kept.add(max(saved, default=None))
-    for step in saved.keys() - kept:
-        _delete_step(root, step, saved[step], log)
-
-
-def delete_all(root, log=print):
-    """Delete every checkpoint of root."""
-    delete_after(root, -1, log)
+    folders = _step_folders(root)
+    saved = [step for step in sorted(folders) if "meta.json" in folders[step] and step <= up_to]
+    for step in saved[:-max_to_keep]:  # [:-0] is empty
+        if not keep_period or step % keep_period:
+            _delete_step(root, step, folders[step], log)
 
 
 def delete_after(root, step, log=print):
@@ -727,13 +655,10 @@ def delete_leftovers(root, log=print, only=None):
         if "meta.json" not in names:
             _delete_step(root, step, names, log)
             continue
-        try:
-            meta = read_meta(root, step)
-        except ValueError:  # a corrupted meta.json does not name its folder
-            continue
-        for name in names - {"meta.json", "temporary", meta["folder"]}:
-            if KNOWN_NAMES.fullmatch(name):
-                _delete(root, log, f"{_step_name(step)}/{name}")
+        with contextlib.suppress(ValueError):  # a corrupted meta.json does not name its folder
+            for name in names - {"meta.json", read_meta(root, step)["folder"]}:
+                if KNOWN_NAMES.fullmatch(name):
+                    _delete(root, log, f"{_step_name(step)}/{name}")
 
 
 def _delete(root, log, *names):
@@ -804,10 +729,9 @@ def find_start(out_dir, root, resume, given=False, others=""):
     if resume == "overwrite":
         return None, {}
 
-    # The run in out_dir may have its checkpoints in another folder. The same folder may be spelled
-    # in two ways; join_path drops a slash at the end.
+    # The run in out_dir may have its checkpoints in another folder.
     recorded_root = broadcast_from_main(lambda: root_of(out_dir))
-    is_elsewhere = os.path.realpath(join_path(recorded_root)) != os.path.realpath(join_path(root))
+    is_elsewhere = os.path.realpath(recorded_root) != os.path.realpath(root)
     if is_elsewhere and newest_meta(recorded_root)[1]:
         raise ValueError(f"out_dir {out_dir!r}: the checkpoints of its run are in {recorded_root}; "
                          "set --ckpt_dir to that, or choose another --out_dir")
@@ -833,26 +757,14 @@ def find_checkpoint(root, which, field="checkpoint"):
     field: the field that names it, for the error. Raises ValueError when it is missing, and lists
     the steps that exist.
     """
-    if which != "best" and not which.isdecimal():
-        raise ValueError(f"{field} {which!r}: must be latest, best, or a step, as in 400")
     saved = broadcast_from_main(partial(steps_by_kind, root))
     for kind, kind_steps in saved.items():
-        if which == kind and kind_steps:
-            step = kind_steps[-1]
-        elif which != "best" and int(which) in kind_steps:
-            step = int(which)
-        else:
-            continue
-        found_root = roots(root)[kind]
-        return found_root, step, broadcast_from_main(partial(read_meta, found_root, step))
-    texts = []
-    for kind, suffix in (("save", ""), ("weights", " (parameters alone)"), ("best", " (best)")):
-        texts += [f"{step}{suffix}" for step in saved[kind]]
-    raise ValueError(f"{field} {which}: {root} has no such checkpoint; it has: "
-                     f"{', '.join(texts) or 'none'}")
-
-
-FIRST_BYTES = 2**16  # size of config.json and the first rows of metrics.jsonl
+        for step in kind_steps:
+            if which == str(step) or which == kind == "best":
+                found_root = roots(root)[kind]
+                return found_root, step, broadcast_from_main(partial(read_meta, found_root, step))
+    raise ValueError(f"{field} {which}: must be latest, best, or one of the steps that {root} has: "
+                     f"{saved}")
 
 
 @contextlib.contextmanager
@@ -865,43 +777,25 @@ def lock_folders(out_dir, root, log=print):
     if jax.process_index():
         yield lambda: None
         return
+    # One lock if both are the same folder.
+    folders = {os.path.realpath(path) for path in (out_dir, root) if _is_local(path)}
     with contextlib.ExitStack() as locks:
-        # One lock if both are the same folder.
-        folders = {}
-        for field, path in (("out_dir", out_dir), ("ckpt_dir", root)):
-            if _is_local(path):
-                folders[os.path.realpath(path)] = f"{field} {path!r}"
-        for folder, field in folders.items():
-            lock_file = locks.enter_context(_open_lock_file(folder, field))
+        for folder in folders:
+            with _explain(f"{folder}: cannot be written; choose another"):
+                os.makedirs(folder, exist_ok=True)
+                lock_file = locks.enter_context(open(f"{folder}/.lock", "a", encoding="utf-8"))
             try:
                 # The system unlocks it when the process ends for any reason.
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(f"{field}: another run is writing to it; choose another") from None
+                raise ValueError(f"{folder}: another run is writing to it; choose another") from None
             except OSError as e:
-                log(f"{field}: its file system has no locks ({e.strerror}); make sure that no "
+                log(f"{folder}: its file system has no locks ({e.strerror}); make sure that no "
                     "other run writes to it")
         check = locks.enter_context(lock_bucket(root, out_dir))
         for kind_root in roots(root).values():
             delete_leftovers(kind_root, log)
         yield check
-
-
-def _open_lock_file(folder, field):
-    """Open the file .lock in a folder. Raises ValueError when the folder cannot be written or
-    synced, or has no room for the first files of a run.
-    """
-    try:
-        os.makedirs(folder, exist_ok=True)
-        lock_file = open(os.path.join(folder, ".lock"), "a", encoding="utf-8")  # noqa: SIM115
-        lock_file.write(" " * FIRST_BYTES)
-        lock_file.flush()
-        lock_file.truncate(0)
-        for path in (lock_file.name, folder):  # as each save does
-            _sync(path)
-    except OSError as e:
-        raise ValueError(f"{field}: cannot be written: {e.strerror}; choose another") from None
-    return lock_file
 
 
 def begin_out_dir(out_dir, root, config_text, overwrite=False, log=print):
@@ -910,7 +804,7 @@ def begin_out_dir(out_dir, root, config_text, overwrite=False, log=print):
         return
     if overwrite:
         for each in roots(root).values():
-            delete_all(each, log)
+            delete_after(each, -1, log)
         for name in RUN_FILES:
             Path(out_dir, name).unlink(missing_ok=True)
     replace_file(Path(out_dir, "config.json"), config_text)
@@ -938,11 +832,9 @@ def read_log(out_dir):
         return []
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             row = json.loads(line)
-            if not isinstance(row, dict):
-                continue
-            if isinstance(row.get("step"), int) and isinstance(row.get("event"), str):
+            if row["step"] >= 0 and row["event"]:
                 rows.append(row)
     return rows
 
@@ -951,18 +843,8 @@ def json_line(row):
     """A row as JSON on one line. Numbers and arrays of NumPy become numbers and lists. Numbers that
     are not finite become null, since JSON has no such numbers. Other values become text.
     """
-    def plain(x):
-        if hasattr(x, "tolist"):
-            x = x.tolist()
-        if isinstance(x, float):
-            return x if isfinite(x) else None
-        if isinstance(x, dict):
-            return {str(key): plain(value) for key, value in x.items()}
-        if isinstance(x, (list, tuple)):
-            return [plain(value) for value in x]
-        return x
-
-    return json.dumps(plain(row), default=str)
+    text = json.dumps(row, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
+    return json.dumps(json.loads(text, parse_constant=lambda _: None))
 
 
 # ---- parameters of a run
@@ -988,41 +870,36 @@ def paths_of(names, arrays):
     return paths
 
 
-def check_run_fits(out_dir, root, meta, like, initial, drops_unknown):
-    """Raise ValueError when a checkpoint of the run in out_dir lacks arrays of `like`, has them in
-    other shapes, or has arrays that `like` lacks, which only drops_unknown permits.
+def restore_run(root, meta, like, initial, missing, step=None, drops_unknown=False, log=print):
+    """(step, tree) of a checkpoint of a run, in the shapes and shardings of `like`, the state or
+    its parameters: that of `step`, or the newest intact one.
 
-    like: the state or a part of it. initial: paths of arrays from other sources.
-    """
-    path = join_path(root, _step_name(meta["step"]))
-    wanted, _ = flatten(like)
-    needed = {name: x for name, x in wanted.items() if name not in initial}
-    try:
-        _check_fit(needed, meta["arrays"], path)
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"{e.args[0]}; to start from the parameters that fit: --init_from "
-                         f"'{out_dir} strict=no' and another --out_dir") from None
-    # A mode that reads the parameters ignores the rest. A scale is left over from float16.
-    unknown = []
-    for name in meta["arrays"].keys() - wanted.keys() - {SMALL, "scale/value", "scale/good"}:
-        if "opt" in like or name.startswith("params/"):
-            unknown.append(name)
-    if unknown and not drops_unknown:
-        raise ValueError(f"checkpoint {path} has arrays that this run lacks: "
-                         f"{', '.join(sorted(unknown))}; to drop them on purpose: --allow_change "
-                         "state")
-
-
-def restore_run(root, like, initial, log=print, step=None):
-    """(step, tree) of a checkpoint of a run, in the shapes and shardings of `like`: that of `step`,
-    or the newest intact one. initial: {path: array} from other sources.
+    meta: of the checkpoint. initial: a state with the arrays that the checkpoint lacks. missing:
+    names of the parameters that it lacks. Raises ValueError when it lacks others, or has arrays in
+    other shapes, or arrays that `like` lacks, which only drops_unknown permits.
     """
     wanted, treedef = flatten(like)
-    saved = {path: x for path, x in wanted.items() if path not in initial}
-    if step is None:
-        step, restored = restore_newest(root, saved, log)
-    else:
-        restored = restore(root, step, saved)
+    initial, _ = flatten(initial)
+    # A scale of float16 is left over, or begins, where the dtype was changed.
+    scale = {path for path in [*wanted, *meta["arrays"]] if path.startswith("scale/")}
+    absent = paths_of(missing, wanted) | (scale - meta["arrays"].keys())
+    saved = {path: x for path, x in wanted.items() if path not in absent}
+
+    unknown = meta["arrays"].keys() - wanted.keys() - scale
+    if "opt" not in like:  # a mode that reads the parameters ignores the rest
+        unknown = {path for path in unknown if path.startswith("params/")}
+    if unknown and not drops_unknown:
+        raise ValueError(f"checkpoint {join_path(root, _step_name(meta['step']))} has arrays that "
+                         f"this run lacks: {', '.join(sorted(unknown))}; to drop them on purpose: "
+                         "--allow_change state")
+    try:
+        if step is None:
+            step, restored = restore_newest(root, saved, log)
+        else:
+            restored = restore(root, step, saved)
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{e.args[0]}; to start from the parameters that fit: another --out_dir "
+                         "and --init_from 'DIR strict=no', DIR being this run") from None
     arrays = initial | restored
     return step, jax.tree.unflatten(treedef, [arrays[path] for path in wanted])
 
@@ -1033,18 +910,10 @@ def read_json(path):
     """The object in a JSON file, or {} without the file. Raises ValueError for a file that cannot
     be read.
     """
-    try:
+    with _explain(f"{path}: cannot be read"):
+        if not os.path.lexists(path):
+            return {}
         return json.loads(Path(path).read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{path}: cannot be read: {e}") from None
-
-
-def _check_is_no_file(path):
-    """Raise ValueError for a source that is a file, such as model.safetensors or config.json."""
-    if os.path.isfile(path):
-        raise ValueError(f"init_from {path}: is a file; name its folder, {Path(path).parent}")
 
 
 def replace_file(path, text):
@@ -1091,49 +960,30 @@ def _broadcast(decide):
     return value
 
 
-def _wait_for_shards(store, save_id):
-    """Wait, on process 0, until every other process has written its shards."""
-    def unfinished():
-        others = range(1, jax.process_count())
-        return [rank for rank in others if _read(store, f"{save_id}.{rank}") != b"written"]
-
-    _wait_for_peers(store, save_id, unfinished, PEER_TIMEOUT_S)
-
-
-def _report_and_wait_for_commit(store, save_id):
-    """Report that this process has written its shards; wait until process 0 has committed."""
-    store.write(f"{save_id}.{jax.process_index()}", b"written").result()
-
-    def unfinished():
-        is_committed = save_id.encode() in _read(store, "meta.json")
-        return [] if is_committed else [0]
-
-    # Longer than process 0 waits, since its error names the process that is unfinished.
-    _wait_for_peers(store, save_id, unfinished, 2 * PEER_TIMEOUT_S)
-
-
-def _wait_for_peers(store, save_id, unfinished, timeout_s):
-    """Poll until unfinished() lists no process. Raises OSError when a process has failed or takes
-    too long.
+def _wait_for_peers(store, save_id):
+    """Wait, on process 0, until every other process has written its shards, and on the others until
+    process 0 has committed. Raises OSError when a process has failed or takes too long.
     """
+    is_main = jax.process_index() == 0
+    # Process 0 is the first to give up, since its error names the process that is unfinished.
+    timeout_s = PEER_TIMEOUT_S if is_main else 2 * PEER_TIMEOUT_S
     deadline = time.monotonic() + timeout_s
+    unfinished = [*range(1, jax.process_count())] if is_main else [0]
     while True:
-        ranks = unfinished()
-        if not ranks:
+        if is_main:
+            unfinished = [rank for rank in unfinished
+                          if _read(store, f"{save_id}.{rank}") != b"written"]
+        elif _is_committed(store, save_id):
+            unfinished = []
+        if not unfinished:
             return
         error = _read(store, f"{save_id}.failed")
         if error:
             raise OSError(error.decode())
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {ranks} are not done after {timeout_s} s: have they "
-                               "exited, or do they not share this folder?")
+            raise TimeoutError(f"processes {unfinished} are not done after {timeout_s} s: have "
+                               "they exited, or do they not share this folder?")
         time.sleep(0.05)
-
-
-def _announce_failure(store, save_id, error):
-    """Make the other processes of a save raise this error."""
-    text = f"process {jax.process_index()}: {error}"
-    store.write(f"{save_id}.failed", text.encode()).result()
 
 
 def _agree_on_error(error, step):
@@ -1244,30 +1094,26 @@ def lock_bucket(root, out_dir):
             "process": f"{os.getpid()} on {socket.gethostname()}, {os.urandom(4).hex()}"}
 
     def read():
-        return json.loads(_read(store, LOCK) or "{}")
+        with _explain(path):
+            return json.loads(_read(store, LOCK) or "{}")
 
     def check():
-        try:
+        holder = this
+        with contextlib.suppress(ValueError):  # without a server the save itself will fail
             holder = read()
-        except (ValueError, OSError):  # without a server the save itself will fail
-            return
         if holder != this:  # a newer process, or its run has ended
             raise ValueError(f"{path} names another process, {holder}: this one saves no more")
 
-    try:
-        holder = read()
-        if not holder or holder["out_dir"] == this["out_dir"]:
-            store.write(LOCK, json.dumps(this).encode()).result()
-            holder = this
-    except (ValueError, OSError) as e:
-        raise ValueError(f"{path} cannot be written: {_message(e)}") from None
-    if holder != this:
+    holder = read()
+    if holder and holder["out_dir"] != this["out_dir"]:
         raise ValueError(f"ckpt_dir {str(root)!r}: another run is writing to it, {holder}; choose "
                          f"another, or delete {path} if that run has ended")
+    with _explain(path):
+        store.write(LOCK, json.dumps(this).encode()).result()
     try:
         yield check
     finally:
-        with contextlib.suppress(ValueError, OSError):
+        with contextlib.suppress(ValueError):
             if read() == this:
                 store.write(LOCK, None).result()
 
@@ -1279,32 +1125,40 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, w
     """The source of each text (see `parse_source`), with "take": {saved name: name} of the
     parameters to load from it. The last of several sources with a parameter wins.
 
-    shapes: {name: shape} of the model's parameters. open_weights, find_mismatches: see
-    `_open_source`. expected_names: {saved name} -> {name} of the parameters that these sources
-    should give. wanted: names to load; None: all. Raises ValueError for an expected parameter that
-    no source has, though one of them should be loaded completely.
+    shapes: {name: shape} of the model's parameters. open_weights: path -> ("names", "read") of
+    weights in another format, or None when the path has no such weights. find_mismatches: meta of a
+    checkpoint -> errors, one for each difference from the model. expected_names: {saved name} ->
+    {name} of the parameters that these sources should give. wanted: names to load; None: all.
+
+    Raises ValueError that lists all that does not fit, and for an expected parameter that no source
+    has, though one of them should be loaded completely.
     """
     sources = []
     saved_names = set()
-    for text in texts:
-        source = _open_source(parse_source(text), open_weights, find_mismatches, log)
-        sources.append(source)
+    chosen = {}  # {name: (index of its source, saved name)}
+    errors = []
+    is_complete = False  # patterns may exclude parameters, or no source is strict
+    for i, text in enumerate(texts):
+        source = parse_source(text)
+        source |= open_weights(source["path"]) or _open_checkpoint(source, find_mismatches, log)
+        names, wrong = choose_names(source, shapes)
+        for name, saved_name in names.items():
+            chosen[name] = i, saved_name
+        errors += [f"{source['path']}: {error}" for error in wrong]
+        sources.append(source | {"take": {}})
         saved_names.update(source["names"])
-    expected = expected_names(saved_names)
-    chosen = choose_sources(sources, shapes)
-
-    # Parameters may be missing when patterns exclude some, or when no source is strict.
-    is_complete = False
-    for source in sources:
         if source["strict"] and source["load"] == ["*"] and not source["exclude"]:
             is_complete = True
-    missing = [name for name in shapes if name in expected and name not in chosen]
+    if errors:
+        raise ValueError("init_from does not fit this model (to use a run's shape: --config "
+                         "DIR/config.json; to load only what fits: strict=no)\n  "
+                         + "\n  ".join(errors))
+    missing = expected_names(saved_names) - chosen.keys()
     if missing and is_complete:
-        raise ValueError(f"init_from {', '.join(texts)}: no source has {', '.join(missing)}")
+        raise ValueError(f"init_from {', '.join(texts)}: no source has "
+                         f"{', '.join(sorted(missing))}")
 
     # Each source loads the parameters for which it was chosen.
-    for source in sources:
-        source["take"] = {}
     for name in shapes:
         if name in chosen and (wanted is None or name in wanted):
             index, saved_name = chosen[name]
@@ -1312,52 +1166,38 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, w
     return sources
 
 
-def _open_source(source, open_weights, find_mismatches, log=print):
-    """A source of `parse_source` with "names": {saved name: shape}, and "read": {saved name: like}
-    -> {saved name: array}.
-
-    open_weights: path -> ("names", "read") of weights in another format, or None when the path has
-    no such weights. find_mismatches: meta of a checkpoint -> errors, one for each difference from
-    the model; a source that is not strict may differ. Raises ValueError when the source has no
-    parameters.
+def _open_checkpoint(source, find_mismatches, log=print):
+    """"names": {saved name: shape}, "read": {saved name: like} -> {saved name: array}, "summary"
+    and "mismatches" of a source of `parse_source` that is a run's out_dir or a folder of
+    checkpoints.
     """
-    path = source["path"]
-    weights = open_weights(path)
-    if weights:
-        return source | weights
-
-    root, meta = _find_source_checkpoint(path, source["checkpoint"])
+    path, which = source["path"], source["checkpoint"]
+    # Checkpoints of a run, or those in the folder itself.
+    root, meta = broadcast_from_main(lambda: root_of(path)), {}
+    if not any(broadcast_from_main(partial(steps_by_kind, root)).values()):
+        root = path
+    if which:
+        root, _, meta = find_checkpoint(root, which, f"init_from {path}, checkpoint")
+    else:
+        _, meta = newest_meta(root)
+    if not meta:
+        raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
+                         "--out_dir, a folder of checkpoints, one of Hugging Face weights, or "
+                         f"hf://{path}")
     names = {}
     for name, layout in meta["arrays"].items():
         if name.startswith("params/"):
             names[name.removeprefix("params/")] = layout["shape"]
 
     def read(like):
-        if source["checkpoint"]:
+        if which:
             return restore(root, meta["step"], {"params": like}, meta)["params"]
         _, tree = restore_newest(root, {"params": like}, log)
         return tree["params"]
 
-    mismatches = find_mismatches(meta) if source["strict"] else []
-    summary = f"{path} at step {meta['step']} of run {meta.get('run_id')}"
-    return source | {"names": names, "read": read, "summary": summary, "mismatches": mismatches}
-
-
-def _find_source_checkpoint(path, which=""):
-    """(root, meta) of a checkpoint of a run's out_dir or of a folder of checkpoints. which: "best"
-    or a step, as text; "" for the newest.
-    """
-    _check_is_no_file(path)
-    for root in broadcast_from_main(lambda: (root_of(path), path)):
-        saved = broadcast_from_main(partial(steps_by_kind, root))
-        if which and any(saved.values()):
-            found_root, _, meta = find_checkpoint(root, which, f"init_from {path}, checkpoint")
-            return found_root, meta
-        if saved["save"] and not which:
-            return root, newest_meta(root)[1]
-    raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
-                     "--out_dir, a folder of checkpoints, one of Hugging Face weights, or "
-                     f"hf://{path}")
+    return {"names": names, "read": read,
+            "summary": f"{path} at step {meta['step']} of run {meta.get('run_id')}",
+            "mismatches": find_mismatches(meta)}
 
 
 SOURCE_OPTIONS = {"load": "*", "exclude": "", "rename": "", "strict": "yes", "dynamic": "no"}
@@ -1375,91 +1215,67 @@ def parse_source(text):
     """
     path, *options = re.split(r"\s+(?=\w+=)", os.path.expanduser(text.strip()))
     values = SOURCE_OPTIONS | dict(option.split("=", 1) for option in options)
-    load = _split(values["load"])
-    exclude = _split(values["exclude"])
-    renames = _split(values["rename"])
-    checkpoint = ""
-    at_checkpoint = re.fullmatch("(.+)@(best|[0-9]+)", path)
-    if at_checkpoint and "://" not in path and not os.path.exists(path):
-        path, checkpoint = at_checkpoint.groups()
+    lists = {}
+    for name in ("load", "exclude", "rename"):
+        lists[name] = [item for item in values[name].split(",") if item]
     # The path comes first. Options are known, and have a value of their form.
     is_path = path != "" and (not re.match(r"\w+=", path) or os.path.isdir(path))
     has_answers = {values["strict"], values["dynamic"]} <= {"yes", "no"}
-    has_names = load != [] and all(":" in rename for rename in renames)
+    has_names = lists["load"] and all(":" in rename for rename in lists["rename"])
     if not (is_path and values.keys() == SOURCE_OPTIONS.keys() and has_answers and has_names):
         raise ValueError(f"init_from {text!r}: must be DIR, DIR@best or DIR@STEP, or within one "
                          "pair of quotes 'DIR load=PATTERNS exclude=PATTERNS rename=SAVED:LOCAL "
                          "strict=yes|no dynamic=yes|no', each option only if needed")
-    return {
+    checkpoint = ""
+    at_checkpoint = re.fullmatch("(.+)@(best|[0-9]+)", path)
+    if at_checkpoint and "://" not in path and not os.path.exists(path):
+        path, checkpoint = at_checkpoint.groups()
+    return lists | {
         "path": path,
         "checkpoint": checkpoint,
-        "load": load,
-        "exclude": exclude,
-        "rename": dict(rename.split(":", 1) for rename in renames),
+        "rename": dict(rename.split(":", 1) for rename in lists["rename"]),
         "strict": values["strict"] == "yes",
         "dynamic": values["dynamic"] == "yes",
     }
 
 
-def _split(text):
-    return [item for item in text.split(",") if item]
+def choose_names(source, shapes):
+    """({name: saved name} of the parameters that a source gives, errors). Errors are patterns
+    without a match and, for a strict source, unknown names, other shapes and its "mismatches". A
+    source that is not strict skips these.
 
-
-def choose_sources(sources, shapes):
-    """{name: (index of the source, saved name)}; the last of several sources with a parameter wins.
-
-    sources: results of `parse_source`, with "names": {saved name: shape}, where the shape None fits
-    any; and perhaps "mismatches", errors to raise together with those of this function. shapes:
-    {name: shape} of the model's parameters.
-
-    Raises ValueError that lists all errors: patterns without a match and, for a strict source,
-    unknown names and other shapes. A source that is not strict skips these.
+    source: of `parse_source`, with "names": {saved name: shape}, where the shape None fits any.
+    shapes: {name: shape} of the model's parameters.
     """
-    chosen = {}
+    # Patterns select among the names as this model has them.
+    names = {}
+    for saved_name in source["names"]:
+        name = saved_name
+        for saved_prefix, local_prefix in source["rename"].items():
+            if saved_name.startswith(saved_prefix):
+                name = local_prefix + saved_name.removeprefix(saved_prefix)
+                break
+        names[name] = saved_name
     errors = []
-    for i, source in enumerate(sources):
-        wrong = list(source.get("mismatches", []))
+    for pattern in source["load"] + source["exclude"]:
+        if not _matching(names, [pattern]):
+            errors.append(f"{pattern!r} matches nothing in the checkpoint")
 
-        # Patterns select among the names as this model has them.
-        names = {}
-        for saved_name in source["names"]:
-            names[_rename(saved_name, source["rename"])] = saved_name
-        selected = _matching(names, source["load"]) - _matching(names, source["exclude"])
-        for pattern in source["load"] + source["exclude"]:
-            if not _matching(names, [pattern]):
-                wrong.append(f"{pattern!r} matches nothing in the checkpoint")
-
-        # Take what fits.
-        for name, saved_name in names.items():
-            if name not in selected:
-                continue
-            saved_shape = source["names"][saved_name]
-            if name not in shapes:
-                error = f"{name} is not a parameter of this model"
-            elif saved_shape is not None and tuple(saved_shape) != tuple(shapes[name]):
-                error = (f"{name} is {tuple(saved_shape)} in the checkpoint, "
+    # Take what fits.
+    chosen = {}
+    wrong = list(source.get("mismatches", ()))
+    for name in sorted(_matching(names, source["load"]) - _matching(names, source["exclude"])):
+        saved_shape = source["names"][names[name]]
+        if name not in shapes:
+            wrong.append(f"{name} is not a parameter of this model")
+        elif saved_shape is not None and tuple(saved_shape) != tuple(shapes[name]):
+            wrong.append(f"{name} is {tuple(saved_shape)} in the checkpoint, "
                          f"{tuple(shapes[name])} in this model")
-            else:
-                chosen[name] = i, saved_name
-                continue
-            if source["strict"]:
-                wrong.append(error)
-
-        for error in wrong:
-            errors.append(f"{source['path']}: {error}")
-    if errors:
-        raise ValueError("init_from does not fit this model (to use a run's shape: --config "
-                         "DIR/config.json; to load only what fits: strict=no)\n  "
-                         + "\n  ".join(errors))
-    return chosen
-
-
-def _rename(name, rename):
-    """Replace the first prefix of {saved prefix: local prefix} that a saved name has."""
-    for saved_prefix, local_prefix in rename.items():
-        if name.startswith(saved_prefix):
-            return local_prefix + name[len(saved_prefix):]
-    return name
+        else:
+            chosen[name] = names[name]
+    if source["strict"]:
+        errors += wrong
+    return chosen, errors
 
 
 def log_sources(sources, missing, names, log=print):
@@ -1468,14 +1284,13 @@ def log_sources(sources, missing, names, log=print):
     names: all parameters. sources: the result of `open_sources`.
     """
     origins = []  # (text, names)
-    initialized = set(missing)
+    initialized = [name for name in names if name in missing]
     for source in sources:
         at_checkpoint = f"@{source['checkpoint']}" if source["checkpoint"] else ""
-        taken = list(source["take"].values())
+        taken = [*source["take"].values()]
         origins.append((source["path"] + at_checkpoint, taken))
-        initialized.difference_update(taken)
-    origins.append(("a fresh initialization", [name for name in names if name in initialized]))
-    for origin, taken in origins:
+        initialized = [name for name in initialized if name not in taken]
+    for origin, taken in [*origins, ("a fresh initialization", initialized)]:
         which = f": {', '.join(taken)}" if len(taken) < len(names) else ""
         if taken:
             log(f"{len(taken)} of {len(names)} parameters from {origin}{which}")
@@ -1503,33 +1318,25 @@ def verify(root, log=print):
 
 def _verify_step(root, step):
     """The errors of a checkpoint, one for each array that cannot be read."""
+    errors = []
     try:
         meta = read_meta(root, step)
-    except ValueError as e:
-        return [str(e)]
-    errors = []
-    for name, layout in meta["arrays"].items():
-        if "file" in layout:
-            like = jax.ShapeDtypeStruct(layout["shape"], layout["dtype"])
+        for name, layout in meta["arrays"].items():
             try:
-                _load(root, meta, None, name, like)
+                like = jax.ShapeDtypeStruct(layout["shape"], layout["dtype"])
+                _load(root, meta, name, like)
             except ValueError as e:
                 errors.append(str(e))
+    except ValueError as e:
+        errors.append(str(e))
     return errors
 
 
 # ---- safetensors
+# A file is the number of bytes of its header, the header as JSON, and the tensors.
 
-SLICE_BYTES = 2**22  # part of a tensor that a thread reads at a time: fits the CPU's cache
+STRIP_BYTES = 2**22  # part of a tensor that a thread copies at a time: fits the CPU's cache
 TENSOR_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-def import_safetensors():
-    try:
-        import safetensors.numpy
-    except ImportError:
-        raise ValueError("safetensors is not installed: pip install 'safetensors>=0.4.5'") from None
-    return safetensors
 
 
 def read_safetensors(folder, wanted, like, unused=(), split=lambda tensors: tensors):
@@ -1539,13 +1346,21 @@ def read_safetensors(folder, wanted, like, unused=(), split=lambda tensors: tens
     wanted: {name: ({index: tensor's name}, transposed)}: array[index], transposed or not, is that
     tensor. unused: patterns of tensors that need not be wanted. split: function of the result of
     `open_tensors` that splits tensors which hold several. Each process reads only what its devices
-    hold. Beyond the result it needs memory for some slices of SLICE_BYTES, and, on devices with
-    their own memory, for one array.
+    hold. On devices with their own memory the host needs memory for one array.
 
     Raises ValueError that lists all tensors that are missing, unknown or of another shape.
     """
     tensors = split(open_tensors(folder))
-    errors = _tensor_errors(tensors, _tensor_shapes(wanted, like), unused)
+    shapes = tensor_shapes(wanted, like)
+    errors = []
+    for name, shape in shapes.items():
+        if name not in tensors:
+            errors.append(f"{name} is missing")
+        elif tensors[name].shape != shape:
+            errors.append(f"{name} is {tensors[name].shape} in the checkpoint, {shape} in this "
+                          "model")
+    for name in sorted(tensors.keys() - shapes.keys() - _matching(tensors, unused)):
+        errors.append(f"{name} is not a tensor of this model")
     if errors:
         raise ValueError(f"{folder}:\n  " + "\n  ".join(errors))
     arrays = {}
@@ -1558,17 +1373,11 @@ def read_safetensors(folder, wanted, like, unused=(), split=lambda tensors: tens
 
 def check_tied_tensors(folder, name, copy):
     """Raise ValueError when two tensors of a folder of Hugging Face weights differ although its
-    config.json ties them: `name` and `copy`. Two dtypes are compared in the narrower one. Process 0
-    reads both.
+    config.json ties them: `name` and `copy`. Process 0 reads both.
     """
     def check():
         tensors = open_tensors(folder)
-        if name not in tensors or copy not in tensors:
-            return
-        x = tensors[name]["read"](...)
-        y = tensors[copy]["read"](...)
-        narrow = min(x.dtype, y.dtype, key=lambda dtype: dtype.itemsize)
-        if not np.array_equal(x.astype(narrow), y.astype(narrow)):
+        if copy in tensors and not np.array_equal(tensors[copy], tensors.get(name)):
             raise ValueError(
                 f"{folder}: its config.json ties the embeddings, but {copy} differs from {name}; "
                 "set tie_word_embeddings to false in its config.json to use both, or delete "
@@ -1578,10 +1387,7 @@ def check_tied_tensors(folder, name, copy):
 
 
 def open_tensors(folder):
-    """{tensor's name: {"shape", "dtype", "read": slices -> NumPy array}} of all files of a folder.
-    Headers are checked.
-    """
-    safetensors = import_safetensors()
+    """{tensor's name: array, mapped from its file} of all files of a folder."""
     paths = [Path(folder, "model.safetensors")]
     if not paths[0].exists():
         paths = sorted(Path(folder).glob("model*.safetensors"))
@@ -1589,74 +1395,53 @@ def open_tensors(folder):
         raise ValueError(f"{folder}: holds no model.safetensors; convert its pytorch_model.bin")
     tensors = {}
     for path in paths:
-        try:
-            file = safetensors.safe_open(path, framework="np")
-            for name in file.keys():  # noqa: SIM118
+        with _explain(f"{path}: cannot be read"):
+            file = np.memmap(path, np.uint8, "r")
+            start = 8 + int.from_bytes(file[:8], "little")
+            header = json.loads(file[8:start].tobytes())
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
                 if name in tensors:
                     raise ValueError(f"another file of the folder holds {name} too")
-                tensor = file.get_slice(name)
-                tensors[name] = {"shape": tensor.get_shape(), "dtype": tensor.get_dtype(),
-                                 "read": tensor.__getitem__}
-        except (OSError, ValueError, safetensors.SafetensorError) as e:
-            raise ValueError(f"{path}: cannot be read: {e}") from None
+                if entry["dtype"] not in TENSOR_DTYPES:
+                    raise ValueError(f"{name} has dtype {entry['dtype']}, not a float of 16 bits "
+                                     "or more")
+                first, end = entry["data_offsets"]
+                x = file[start + first:start + end].view(TENSOR_DTYPES[entry["dtype"]])
+                tensors[name] = x.reshape(entry["shape"])
     return tensors
 
 
-def _tensor_shapes(wanted, like):
-    """{tensor's name: required shape}."""
+def tensor_shapes(wanted, arrays):
+    """{tensor's name: its shape} of `wanted` of read_safetensors and arrays with these names."""
     shapes = {}
     for name, (pieces, transposed) in wanted.items():
         for index, tensor in pieces.items():
-            shape = list(like[name].shape[len(index):])
+            shape = tuple(arrays[name].shape[len(index):])
             shapes[tensor] = shape[::-1] if transposed else shape
     return shapes
 
 
-def _tensor_errors(tensors, shapes, unused):
-    """Errors of tensors that are missing, unknown or not of these shapes."""
-    errors = []
-    for name, shape in shapes.items():
-        if name not in tensors:
-            errors.append(f"{name} is missing")
-            continue
-        saved_shape = tensors[name]["shape"]
-        saved_dtype = tensors[name]["dtype"]
-        if saved_shape != shape:
-            errors.append(f"{name} is {saved_shape} in the checkpoint, {shape} in this model")
-        elif saved_dtype not in TENSOR_DTYPES:
-            errors.append(f"{name} has dtype {saved_dtype}, not a float of 16 bits or more")
-    for name in sorted(tensors.keys() - shapes.keys() - _matching(tensors, unused)):
-        errors.append(f"{name} is not a tensor of this model")
-    return errors
-
-
 def _read_block(tensors, pieces, transposed, dtype, *ranges):
-    """Read a range of each dim of an array: slice by slice, by several threads."""
+    """Read a range of each dim of an array: strip by strip, by several threads."""
     # The leading dims select tensors, the others are those of a tensor: in its file transposed.
     n_stacked = len(next(iter(pieces)))
-    stacked, dims = ranges[:n_stacked], ranges[n_stacked:]
-    if transposed:
-        dims = dims[::-1]
-    rows, columns = dims[0], dims[1:]
-    n_rows = max(SLICE_BYTES // (4 * prod(len(r) for r in columns)), 1)
     block = _aligned_empty([len(r) for r in ranges], dtype)
-
-    def read_rows(position, start):
-        index = tuple(r[i] for r, i in zip(stacked, position))
-        some_rows = rows[start:start + n_rows]
-        slices = tuple(slice(r.start, r.stop) for r in (some_rows, *columns))
+    slices = [slice(r.start, r.stop) for r in ranges[n_stacked:]]
+    strips = []  # (target, source)
+    for position in np.ndindex(block.shape[:n_stacked]):
         target = block[position]
+        source = tensors[pieces[tuple(r[i] for r, i in zip(ranges, position))]]
         if transposed:
-            target = target.T
-        target[start:start + n_rows] = tensors[pieces[index]]["read"](slices)
-
+            source = source.T
+        source = source[tuple(slices)]
+        if transposed:  # rows are contiguous in the file
+            source, target = source.T, target.T
+        n_rows = max(STRIP_BYTES * len(source) // max(source.nbytes, 1), 1)
+        for start in range(0, len(source), n_rows):
+            strips.append((target[start:start + n_rows], source[start:start + n_rows]))
     with ThreadPoolExecutor(min(os.cpu_count(), 8)) as pool:
-        reads = []
-        for position in np.ndindex(block.shape[:n_stacked]):
-            for start in range(0, len(rows), n_rows):
-                reads.append(pool.submit(read_rows, position, start))
-        for read in reads:
-            read.result()
+        list(pool.map(lambda strip: np.copyto(*strip, casting="unsafe"), strips))
     return block
 
 
@@ -1665,13 +1450,15 @@ def each_tensor(arrays, pieces, dtype):
     `read_safetensors`. Every process must take all of them. Raises ValueError for a value that
     float16 cannot hold.
     """
-    take = partial(take_tensor, dtype=dtype)
+    def take(x, index, transposed):
+        for i in index:
+            x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+        return (x.T if transposed else x).astype(dtype)
+
     for name, (tensors, transposed) in pieces.items():
         # Gather each tensor on every device.
         mesh = getattr(getattr(arrays[name], "sharding", None), "mesh", None)
-        replicated = None
-        if mesh:
-            replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        replicated = mesh and jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         take_replicated = jax.jit(take, static_argnums=2, out_shardings=replicated)
         for index, tensor in tensors.items():
             x = np.asarray(take_replicated(arrays[name], index, transposed))
@@ -1681,72 +1468,31 @@ def each_tensor(arrays, pieces, dtype):
             yield tensor, x
 
 
-def take_tensor(x, index, transposed, dtype):
-    """x[index], transposed or not, in dtype: one tensor of `each_tensor`."""
-    for i in index:
-        x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-    if transposed:
-        x = x.T
-    return x.astype(dtype)
+def write_safetensors(path, shapes, dtype, tensors):
+    """Write a file of safetensors. One tensor at a time is in memory. Every process must call it;
+    process 0 writes.
 
-
-def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
-    """Write an iterator of (name, array) into a folder as Hugging Face does: stem.safetensors, or
-    several files of at most shard_bytes and an index. One file at a time is in memory. Every
-    process must call it; process 0 writes.
+    shapes: {name: shape}. tensors: an iterator of (name, array in dtype) in the same order.
     """
-    safetensors = import_safetensors()
-    folder = Path(folder)
-
-    # Write the files under preliminary names: the final ones contain the number of files.
-    sizes = []
-    for i, file_tensors in enumerate(_group_tensors(tensors, shard_bytes)):
-        sizes.append({name: x.nbytes for name, x in file_tensors.items()})
-        if jax.process_index() == 0:
-            try:
-                path = folder / f"{stem}.{i}"
-                safetensors.numpy.save_file(file_tensors, path, {"format": "pt"})
-            except safetensors.SafetensorError as e:
-                raise OSError(str(e)) from None
-    if jax.process_index():
-        return
-
-    # Rename the files and write the index.
-    total_size = 0
-    weight_map = {}
-    for i, file_sizes in enumerate(sizes):
-        name = f"{stem}.safetensors"
-        if len(sizes) > 1:
-            name = f"{stem}-{i + 1:05d}-of-{len(sizes):05d}.safetensors"
-        os.rename(folder / f"{stem}.{i}", folder / name)
-        total_size += sum(file_sizes.values())
-        weight_map.update(dict.fromkeys(file_sizes, name))
-    if len(sizes) > 1:
-        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        text = json.dumps(index, indent=1, sort_keys=True)
-        (folder / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
-    for path in folder.glob(f"{stem}*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _group_tensors(tensors, file_bytes):
-    """Group (name, array) into dicts of at most file_bytes, each emptied when the next begins."""
-    group = {}
-    for name, x in tensors:
-        n_bytes = sum(other.nbytes for other in group.values())
-        if group and n_bytes + x.nbytes > file_bytes:
-            yield group
-            group.clear()
-        group[name] = np.ascontiguousarray(x)
-    yield group
+    header = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+    n_bytes = 0
+    for name, shape in shapes.items():
+        end = n_bytes + prod(shape) * np.dtype(dtype).itemsize
+        header[name] = {"dtype": {dtype: tag for tag, dtype in TENSOR_DTYPES.items()}[dtype], "shape": shape,
+                        "data_offsets": [n_bytes, end]}
+        n_bytes = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    with open(os.devnull if jax.process_index() else path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, x in tensors:
+            file.write(x.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_hf_config(folder):
     """The config.json of a folder of Hugging Face weights, or {}."""
-    if not _is_local(folder):
-        return {}
-    _check_is_no_file(folder)
     found = read_json(Path(folder, "config.json"))
     return found if "model_type" in found else {}
 
@@ -1768,17 +1514,18 @@ def check_export(folder, run):
                          "another")
 
 
-def write_export(folder, run, tensors, stem, add_files):
-    """Write a folder as `write_safetensors` does, under another name, then rename it; an existing
-    folder is replaced. Every process must call it.
+def write_export(folder, run, arrays, pieces, dtype, stem, add_files):
+    """Write a folder with stem.safetensors under another name, then rename it; an existing folder
+    is replaced. Every process must call it.
 
-    run: as in `check_export`. tensors: an iterator of (name, array). add_files: function of the new
-    folder that writes the other files; process 0 calls it. Raises ValueError in every process when
-    the disk or the computation of a tensor fails.
+    run: as in `check_export`. arrays, pieces, dtype: as in `each_tensor`. add_files: function of
+    the new folder that writes the other files; process 0 calls it. Raises ValueError in every
+    process when the disk or the computation of a tensor fails.
     """
     is_main = jax.process_index() == 0
     out = Path(folder)
     new = Path(f"{out}.partial")
+    tensors = each_tensor(arrays, pieces, dtype)
     error = None
     try:
         if is_main:
@@ -1786,8 +1533,10 @@ def write_export(folder, run, tensors, stem, add_files):
             new.mkdir(parents=True)
             (new / EXPORT_MARK).write_text(json.dumps(run), encoding="utf-8")
             add_files(new)
-        write_safetensors(new, tensors, stem)
+        path = new / f"{stem}.safetensors"
+        write_safetensors(path, tensor_shapes(pieces, arrays), dtype, tensors)
         if is_main:
+            _sync(new)
             shutil.rmtree(out, ignore_errors=True)
             new.rename(out)
     except (OSError, ValueError) as e:
