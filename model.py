@@ -752,14 +752,6 @@ def _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
 MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
 SPLASH_LEN = 2**15  # longer, JAX's splash kernel takes minutes to lay out its mask on the host
 
-KERNEL_NEEDS = {
-    "cudnn": "an NVIDIA GPU of compute capability 8.0 or later, dtype bfloat16 or float16, "
-             "head_dim a multiple of 8 up to 128, rows of one document or seq_len up to "
-             f"{MASK_LEN}, and deterministic off",
-    "pallas": "a TPU, head_dim and seq_len multiples of 128, and beyond a seq_len of "
-              f"{SPLASH_LEN} a sliding_window",
-}
-
 
 def choose_attention(cfg, platform):
     """cfg.attention, with "auto" resolved to the fastest that works. platform: "cuda" for an NVIDIA
@@ -782,8 +774,9 @@ def choose_attention(cfg, platform):
         usable = [kernel for kernel in works if works[kernel]]
         return usable[0]
     if not works[cfg.attention]:
-        raise ValueError(f"attention {cfg.attention}: needs {KERNEL_NEEDS[cfg.attention]}; "
-                         "choose xla or auto")
+        raise ValueError(f"attention {cfg.attention}: cannot run on this device ({platform}), or "
+                         f"not with dtype {cfg.dtype}, head_dim {H}, seq_len {T}, packed rows or "
+                         "deterministic as they are; choose xla or auto")
     return cfg.attention
 
 
@@ -1885,7 +1878,6 @@ def hf_config(cfg):
     family = _hf_family(cfg)
     names = HF_FIELDS | HF_EXPERT_FIELDS.get(family, {})
     window = cfg.sliding_window or None
-    first_sliding_layer = 0 if window else cfg.n_layers
     hf = {hf_name: getattr(cfg, name) for name, hf_name in names.items()}
     hf |= {
         "architectures": [f"{family.title().replace('_', '')}ForCausalLM"],
@@ -1894,7 +1886,7 @@ def hf_config(cfg):
         "norm_topk_prob": True,
         "sliding_window": window,
         "use_sliding_window": bool(window),
-        "max_window_layers": first_sliding_layer,
+        "max_window_layers": 0 if window else cfg.n_layers,
         "max_position_embeddings": cfg.seq_len,
         "rope_scaling": None,
         "bos_token_id": None,
@@ -1943,23 +1935,21 @@ def split_fused_experts(tensors, cfg):
     names = HF_EXPERT_NAMES.get(_hf_family(cfg))
     if not names:
         return tensors
-    found = {}
-    for hf_name, tensor in tensors.items():
-        layer_name, _, kind = hf_name.partition(".mlp.")
-        layer = layer_name.removeprefix("model.layers.")
-        if kind == "gate.weight":
-            found[names["layers.w_router"].format(layer)] = tensor
-            continue
-        if kind not in HF_FUSED_EXPERTS:
-            found[hf_name] = tensor
-            continue
-        n_experts, n_rows, n_columns = tensor["shape"]
-        n_rows //= len(HF_FUSED_EXPERTS[kind])
-        for i, name in enumerate(HF_FUSED_EXPERTS[kind]):
-            for expert in range(n_experts):
-                found[names[name].format(layer, expert)] = {
-                    "shape": [n_rows, n_columns], "dtype": tensor["dtype"],
-                    "read": partial(_read_expert, tensor, expert, i * n_rows)}
+    found = dict(tensors)
+    for layer in range(cfg.n_layers):
+        prefix = f"model.layers.{layer}.mlp."
+        if f"{prefix}gate.weight" in found:
+            found[names["layers.w_router"].format(layer)] = found.pop(f"{prefix}gate.weight")
+        for kind, parts in HF_FUSED_EXPERTS.items():
+            if prefix + kind not in found:
+                continue
+            fused = found.pop(prefix + kind)
+            n_experts, n_rows, n_columns = fused["shape"]
+            n_rows //= len(parts)
+            for i, expert in np.ndindex(len(parts), n_experts):
+                found[names[parts[i]].format(layer, expert)] = {
+                    "shape": [n_rows, n_columns], "dtype": fused["dtype"],
+                    "read": partial(_read_expert, fused, expert, i * n_rows)}
     return found
 
 

@@ -479,7 +479,7 @@ FIELDS = {
     "dtype": row(dict(dtype="bfloat16"), loss_has("xbf16>"), False, True),
     "param_dtype": row(dict(param_dtype="bfloat16"), lambda cfg: str(
         states(cfg)["params"]["embed"].dtype), "float32", "bfloat16"),
-    "attention": row(dict(attention="pallas"), rejected("attention pallas: needs a TPU"), False,
+    "attention": row(dict(attention="pallas"), rejected("attention pallas: cannot run on"), False,
                      True),
     "remat": row(dict(remat="full"), count("stablehlo.dot_general", "train_step"), 36, 36 + 6 + 4),
     "deterministic": row(dict(deterministic=True), lambda cfg: len(step.compiler_options(

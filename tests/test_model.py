@@ -533,12 +533,12 @@ def test_attention_is_chosen_by_device_and_shape(change, platform, chosen):
     ("cudnn", dict(dtype="bfloat16"), "cpu"), ("pallas", dict(seq_len=128), "tpu"),
     ("cudnn", dict(dtype="bfloat16", head_dim=12), "cuda")])
 def test_a_kernel_that_cannot_be_had_is_an_error(kernel, change, platform):
-    """The error for a kernel that cannot run here lists its needs.
+    """The error for a kernel that cannot run here has what it depends on.
 
     Break: model.py: if not works[cfg.attention]: => if not works:
     """
     cfg = dataclasses.replace(BASE, **dict(head_dim=64, attention=kernel) | change)
-    with pytest.raises(ValueError, match=f"attention {kernel}: needs .*; choose xla or auto"):
+    with pytest.raises(ValueError, match=f"attention {kernel}: cannot run on .*; choose xla"):
         model.choose_attention(cfg, platform)
 
 
@@ -632,25 +632,6 @@ def test_rotary_tables_have_one_row_if_all_rows_are_alike(packed):
     lowered = jax.jit(lambda params: model.loss_fn(params, batch, cfg)).lower(draw(cfg))
     shapes = re.findall(r"stablehlo.cosine %\S+ : tensor<(\S+)xf32>", lowered.as_text())
     assert shapes == [f"{3 if packed else 1}x1x9x{cfg.head_dim // 2}"]
-
-
-def test_scopes_are_named_in_the_compiled_gradient():
-    """Every part of the model is a named scope of operations that the compiled gradient of the loss
-    runs, forward and backward.
-
-    Break: model.py: with jax.named_scope("mlp"): => with jax.named_scope("attention"):
-    """
-    cfg = dataclasses.replace(BASE, n_layers=1)
-    params = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
-    ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-    grad = jax.grad(lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, cfg)[0]["objective"])
-    text = jax.jit(grad).lower(params, ids).compile().as_text()
-    names = re.findall(r'op_name="([^"]*)"', text)
-    backward = [name for name in names if "transpose(" in name]
-    forward = [name for name in names if "transpose(" not in name]
-    for scope in ("embedding", "attention", "mlp", "head", "loss"):
-        for part in (forward, backward):
-            assert any(scope in re.split("[/()]", name) for name in part), (scope, part)
 
 
 def test_tiles_of_logits_follow_the_part_of_a_device():

@@ -3002,14 +3002,14 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
         "--dp 8 --batch_size 9":
             "batch_size 9: must be a multiple of grad_accum_steps x dp x fsdp x ep = 8",
         "--attention pallas":
-            "attention pallas: needs a TPU, head_dim and seq_len multiples of 128",
+            "attention pallas: cannot run on this device (cpu)",
         "--freeze layers.wx": "freeze 'layers.wx': matches no parameter; there are embed, layers.",
         "--freeze *": "no parameter is trained; freeze fewer",
         "--lora_rank 2 --lora_targets wq": "lora_targets 'wq': matches no parameter",
         "--lora_rank 2": "lora_rank 2: a fresh initialization has nothing to tune; name the",
         "--watch none": "watch 'none': matches no parameter",
         "--ep 2 --dp -1 --n_experts 3": "n_experts 3: must be a multiple of ep = 2",
-        "--attention cudnn": "attention cudnn: needs an NVIDIA GPU of compute capability",
+        "--attention cudnn": "attention cudnn: cannot run on this device (cpu)",
         "--logit_tiles 3 --dp -1": "seq_len / sp 16: must be a multiple of logit_tiles = 3",
         "--profile 9:10": "profile '9:10': must be first:last, counted from 1, as in 20:22, and "
                           "begin within steps",
