@@ -2626,19 +2626,24 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
 # ---- signals
 
 def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypatch, capfd):
-    """catch_signals handles SIGINT, SIGTERM and SIGHUP, but not SIGHUP under nohup. Afterwards the
-    old handlers are restored. In a thread other than the main thread it catches nothing.
+    """In the loop the first signal is noted and the second ends the process; before the loop a
+    signal raises KeyboardInterrupt. SIGHUP is ignored under nohup. Nothing is caught outside the
+    main thread, and the old handlers are restored.
 
     Break: train.py: os._exit(128 + number) => os._exit(number)
     """
     codes, names = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = [signal.getsignal(n) for n in names]
     monkeypatch.setattr(os, "_exit", codes.append)
-    progress = train.init_progress(0.0) | {"in_loop": True}
+    progress = train.init_progress(0.0)
     with train.catch_signals(progress):
+        with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+            signal.raise_signal(signal.SIGTERM)
+        progress["in_loop"] = True
         for n in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # `timeout` sends two
             os.kill(os.getpid(), n)
-        assert progress["signal"] == "SIGTERM" and progress["requests"] == {"save"} and not codes
+        wait_for(lambda: progress["signal"] == "SIGTERM" and progress["requests"] == {"save"})
+        assert not codes
         time.sleep(1.1)
         os.kill(os.getpid(), signal.SIGINT)
     assert codes == [130]
@@ -2656,32 +2661,21 @@ def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypa
     thread.join()
     assert codes[1:] == [handlers[1]]
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        progress["signal"] = None
-        with train.catch_signals(progress):
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            for n in (signal.SIGHUP, signal.SIGTERM):
-                os.kill(os.getpid(), n)
-            assert progress["signal"] == "SIGTERM"
-    finally:
-        signal.signal(signal.SIGHUP, handlers[2])
+    with train.catch_signals(progress):
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    signal.signal(signal.SIGHUP, handlers[2])
 
 
 def test_a_console_that_is_not_utf_8_shows_escapes(monkeypatch):
-    """A character that the encoding of stdout does not have is printed as an escape.
+    """A character that the encoding of stdout does not have is printed as an escape. A stream in
+    its place may have no isatty.
 
     Break: train.py: stream.reconfigure(errors="backslashreplace") => pass
     """
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
     assert train.cli([], main=lambda *_: train.print0("é→") or {"exit_code": 0}) == 0
     assert b"\xe9\\u2192\n" in sys.stdout.buffer.getvalue()
-
-
-def test_a_logger_in_place_of_a_stream_is_no_terminal():
-    """A stream may have no isatty.
-
-    Break: train.py: getattr(stream, "isatty", bool)() => stream.isatty()
-    """
     assert not train.is_terminal(types.SimpleNamespace(write=print))
 
 
@@ -2787,21 +2781,6 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
     assert event_steps(cfg.out_dir, "save eval") == [("save", 2), ("eval", 2), ("save", 2)]
 
 
-def test_a_signal_before_the_loop_raises_keyboard_interrupt():
-    """Before the loop starts a signal raises KeyboardInterrupt with the name of the signal. In the
-    loop it is recorded.
-
-    Break: train.py: raise KeyboardInterrupt(name) => pass
-    """
-    progress = train.init_progress(0.0)
-    with train.catch_signals(progress):
-        with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
-            signal.raise_signal(signal.SIGTERM)
-        progress["in_loop"] = True
-        signal.raise_signal(signal.SIGTERM)
-        wait_for(lambda: progress["signal"] == "SIGTERM")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name, moment", [("SIGTERM", "step"), ("SIGHUP", "eval")])
 def test_a_signal_finishes_the_step_and_saves(tiny, name, moment):
@@ -2846,21 +2825,20 @@ def test_a_signal_before_the_first_step_ends_at_once(tiny, moment):
 @pytest.mark.slow
 def test_packed_rows_train_the_same_on_any_mesh(tiny, tmp_path):
     """With short documents in packed rows and a document mask, the losses with fsdp 2, tp 2 and sp
-    2 are those with dp 8, to 1e-4. Without the mask they differ.
+    2 are those on one device, to 1e-4.
 
     Break: data.py: if seq_format["document_mask"]: => if False:
     """
     (tmp_path / "docs.jsonl").write_text("".join(
         json.dumps({"text": f"{i} and {i + 1}"}) + "\n" for i in range(300)))
-    base = dict(data=(str(tmp_path / "docs.jsonl"),), steps=4, n_kv_heads=4)
-    seen = {}
-    for name, change in {"dp": dict(document_mask=True), "other": {},
-                         "sp": dict(document_mask=True, dp=1, fsdp=2, tp=2, sp=2)}.items():
-        cfg = tiny(**base | change, out_dir=str(tmp_path / name))
+    base = dict(data=(str(tmp_path / "docs.jsonl"),), steps=4, n_kv_heads=4, document_mask=True)
+    seen = []
+    for mesh in ({}, dict(dp=1, fsdp=2, tp=2, sp=2)):
+        cfg = tiny(**base | mesh, out_dir=str(tmp_path / f"{len(mesh)}"))
         train.main(cfg)
-        seen[name] = np.array([r["loss"] for r in rows(cfg.out_dir, "log")])
-    np.testing.assert_allclose(seen["sp"], seen["dp"], rtol=1e-4)
-    assert np.abs(seen["other"] - seen["dp"]).max() > 1e-3
+        seen.append([row["loss"] for row in rows(cfg.out_dir, "log")])
+    np.testing.assert_allclose(*seen, rtol=1e-4)
+    assert 1 < rows(cfg.out_dir, "log")[0]["attended_keys"] < 8.5
 
 
 # ---- mixtures, packed documents
@@ -2963,24 +2941,16 @@ def test_a_model_tuned_on_chats_answers_in_the_template(tiny, tmp_path):
 
 # ---- errors of the user
 
-def test_a_file_without_read_permission_is_named(capsys):
-    """A file that may not be read, here a system file that not even root can read, gives a
-    one-line error with exit code 2.
-
-    Break: train.py: if isinstance(error, PermissionError) or => if
-    """
-    closed = Path("/proc/sys/vm/drop_caches")
-    if not closed.exists():
-        pytest.skip(f"no {closed} on this system")
-    assert train.cli(["--config", str(closed)]) == 2
-    assert capsys.readouterr().err == f"error: [Errno 13] Permission denied: '{closed}'\n"
-
-
-def test_a_name_that_is_too_long_is_a_users_error(capsys):
-    """A name of 300 characters, of which a file can have 255, gives a one-line error.
+def test_files_that_cannot_be_opened_are_named(capsys):
+    """A file that may not be read, here one that not even root can read, and a name of 300
+    characters, of which a file can have 255, give one line and exit code 2.
 
     Break: train.py: getattr(error, "errno", 0) == errno.ENAMETOOLONG => False
     """
+    closed = Path("/proc/sys/vm/drop_caches")
+    assert train.cli(["--config", str(closed)]) == 2 or not closed.exists()
+    output = capsys.readouterr().err
+    assert output == f"error: [Errno 13] Permission denied: '{closed}'\n" or not closed.exists()
     for flags in (["--data", "x" * 300], ["--config", "é" * 150]):
         assert train.cli([*flags, "--steps", "1"]) == 2
         assert capsys.readouterr().err.startswith("error: ")
@@ -2993,38 +2963,28 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
     Break: train.py: if not isinstance(error, ValueError): => if True:
     """
     (tmp_path / "file").write_text("")
-    (tmp_path / "short.txt").write_text("short")
     (tmp_path / "ids.bin").write_bytes(np.full(1000, 999, np.uint16).tobytes())
+    Path(tiny().out_dir + ".json").write_text(config.to_json(tiny()))
     for flags, words in {
         "--n_heads 3": "d_model 32: must be a multiple of 2 x n_heads = 6",
-        "--n_kv_heads 3": "n_heads 4: must be a multiple of n_kv_heads = 3",
         "--dp 3 --tp 3": "must multiply to 8 devices; one may be -1",
         "--dp 8 --batch_size 9":
             "batch_size 9: must be a multiple of grad_accum_steps x dp x fsdp x ep = 8",
         "--attention pallas":
             "attention pallas: cannot run on this device (cpu)",
-        "--freeze layers.wx": "freeze 'layers.wx': matches no parameter; there are embed, layers.",
         "--freeze *": "no parameter is trained; freeze fewer",
         "--lora_rank 2 --lora_targets wq": "lora_targets 'wq': matches no parameter",
         "--lora_rank 2": "lora_rank 2: a fresh initialization has nothing to tune; name the",
         "--watch none": "watch 'none': matches no parameter",
-        "--ep 2 --dp -1 --n_experts 3": "n_experts 3: must be a multiple of ep = 2",
-        "--attention cudnn": "attention cudnn: cannot run on this device (cpu)",
-        "--logit_tiles 3 --dp -1": "seq_len / sp 16: must be a multiple of logit_tiles = 3",
-        "--profile 9:10": "profile '9:10': must be first:last, counted from 1, as in 20:22, and "
-                          "begin within steps",
         "--optimizer adam": "optimizer 'adam': unknown (nearest: adamw)",
         "--vocab_size 255 --dp 1 --tp 2 --fsdp -1":
-            "embed (255, 32): dim 255 cannot be split over tp=2; nearest: 254 or 256",
-        f"--data {tmp_path}/file": "file: has 2 tokens, and no sequence",
-        f"--data {tmp_path}/short.txt": "has 7 tokens, and no sequence of 16 with a label",
+            "embed (255, 32): dim 255 must be a multiple of the size of tp = 2",
+        f"--data {tmp_path}/file": " tokens, and no sequence of 16",
         f"--data {tmp_path}/ids.bin": "token id 999 is not in [0, 256)",
-        f"--data {tmp_path}/none*": "no such file, and no file matches it as a glob",
         f"--out_dir {tmp_path}/file/out": "cannot be written",
         f"--init_from {tmp_path}": "holds no checkpoint",
         "--mode eval --out_dir /nonexistent": "holds no checkpoint",
     }.items():
-        Path(tiny().out_dir + ".json").write_text(config.to_json(tiny()))
         code = train.cli(["--config", tiny().out_dir + ".json", *flags.split()])
         output = capsys.readouterr()
         assert code == 2, (flags, output)
@@ -3033,9 +2993,7 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--n_layers", "0"])
     with pytest.raises(SystemExit) as e:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    assert e.value.code == 2
-    words = "n_layers 0: must be at least 1, and below 2^31"
-    assert capsys.readouterr().err == f"error: config: {words}\n"
+    assert e.value.code == 2 and capsys.readouterr().err.startswith("error: config: n_layers 0: ")
 
 
 @pytest.mark.slow
@@ -3080,18 +3038,16 @@ def test_data_mode_adopts_the_config_of_init_from(tiny, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [dict(ep=4, fsdp=2, n_experts=4), dict(fsdp=1, tp=2, sp=4)])
-def test_samples_on_a_mesh_equal_those_on_one_device(sizes, tiny, capfd):
-    """Greedy samples of 3 rows, which no mesh splits evenly, equal those on one device, also if tp
-    x sp exceeds the number of KV heads. XLA prints no warning.
+def test_samples_on_a_mesh_equal_those_on_one_device(tiny, capfd):
+    """Greedy samples of 3 rows, which the mesh does not split evenly, equal those on one device,
+    although tp x sp exceeds the number of KV heads. XLA prints no warning.
 
     Break: model.py: K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp")) => K = cfg.n_kv_heads
     """
-    cfg = tiny(n_heads=8, temperature=0.0, sample_tokens=6, n_samples=3, prompt="beer", **sizes)
-    alone = dict.fromkeys(config.AXES, 1)
+    cfg = tiny(n_heads=8, temperature=0.0, sample_tokens=6, n_samples=3, prompt="beer")
     texts = []
-    for change, devices in ((alone, jax.devices()[:1]), ({"dp": 1}, jax.devices())):
-        run = train.setup_run(dataclasses.replace(cfg, **change), devices=devices)
+    for mesh in (dict(dp=1), dict(dp=1, tp=2, sp=4)):
+        run = train.setup_run(dataclasses.replace(cfg, **mesh))
         place = {name: NamedSharding(run["mesh"], row["spec"])
                  for name, row in run["table"].items()}
         init = jax.jit(partial(model.init, cfg=run["cfg"]), out_shardings=place)
@@ -3279,22 +3235,20 @@ def test_patterns_select_the_parameter_groups():
 
     Break: model.py: for text in getattr(cfg, field): => for text in reversed(getattr(cfg, field)):
     """
-    cfg = config.Config(lr_mult=("*=2", "embed=0.5"), decay_mult=("*norm=1",),
-                        optimizers=("layers.w*=muon",))
-    table = train.setup_run(cfg, devices=jax.devices()[:1])["table"]
-    assert {name: row["lr_mult"] for name, row in table.items()} == {
-        name: 0.5 if name == "embed" else 2 for name in table}
-    assert {n for n, row in table.items() if "decay_mult" in row} == {
-        n for n in table if n.endswith("norm")}
-    assert {n for n, row in table.items() if "optimizer" in row} == {
-        n for n in table if n.startswith("layers.w")}
+    def table(**fields):
+        return train.setup_run(config.Config(**fields), devices=jax.devices()[:1])["table"]
+
+    found = table(lr_mult=("*=2", "embed=0.5"), optimizers=("layers.w*=muon",))
+    assert {name: row["lr_mult"] for name, row in found.items()} == {
+        name: 0.5 if name == "embed" else 2 for name in found}
+    assert {n for n, row in found.items() if "optimizer" in row} == {
+        n for n in found if n.startswith("layers.w")}
     for changes, words in (
             (dict(lr_mult=("embd=2",)), "lr_mult 'embd': matches no parameter; there are"),
-            (dict(lr_mult=("embed",)), "must be NAME=NUMBER, as in embed=0.3"),
             (dict(decay_mult=("embed=-1",)), "must be NAME=NUMBER, as in embed=0.3"),
             (dict(optimizers=("embed=adamm",)), "optimizers 'embed=adamm': unknown .nearest: a")):
         with pytest.raises(ValueError, match=words):
-            train.setup_run(config.Config(**changes), devices=jax.devices()[:1])
+            table(**changes)
 
 
 # ---- stops
@@ -3350,14 +3304,15 @@ def test_a_metric_that_meets_a_stop_condition_once_stops_the_run(tiny):
     assert summary["reason"] == "odd 1 is above 0" == rows(cfg.out_dir, "stop")[0]["reason"]
 
 
-def test_nested_timers_charge_the_innermost_bucket(monkeypatch):
-    """Each second is charged to the innermost bucket.
+def test_timers_charge_the_innermost_bucket_and_a_resume_adds_to_them(monkeypatch):
+    """Each second is charged to the innermost bucket. A resumed run adds the time up to its
+    checkpoint.
 
-    Break: train.py: start_bucket(timers, outer) => pass
+    Break: train.py: progress["timers"]["seconds"][bucket] += seconds => pass
     """
-    now = [0.0]
+    now = [50.0]
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    timers = train.init_timers(0.0)
+    timers = train.init_timers(40.0)
     train.start_bucket(timers, "step")
     now[0] += 5
     with train.timed(timers, "save"):
@@ -3366,8 +3321,15 @@ def test_nested_timers_charge_the_innermost_bucket(monkeypatch):
             now[0] += 100
         now[0] += 1
     now[0] += 2
-    assert train.time_by_bucket(timers) == dict.fromkeys(train.TIME_BUCKETS, 0) | {
-        "step": 7, "save": 11, "other": 100}
+    spent = train.time_by_bucket(timers)
+    seconds = {"start": 10, "step": 7, "save": 11, "other": 100}
+    assert spent == dict.fromkeys(train.TIME_BUCKETS, 0) | seconds
+    progress = train.init_progress(40.0) | {"timers": timers}
+    saved = {"last_done": {}, "requests": [], "last_metrics": {}, "validation": {},
+             "best_validation": {}, "time_s": spent}
+    train.restore_progress(progress, 2, {"progress": saved}, {})
+    assert train.time_by_bucket(timers) == {bucket: 2 * s for bucket, s in spent.items()}
+    assert timers["logged"] == {"step": 2, "step_s": 14, "data_s": 0}
 
 
 # ---- events, time, trackers
@@ -3389,29 +3351,6 @@ def test_each_epoch_is_an_event_and_its_row_may_stop_the_run(tiny):
     assert (summary["step"], summary["reason"]) == (24, "three epochs")
     epochs = [(r["step"], r["epoch"]) for r in rows(cfg.out_dir, "epoch")]
     assert epochs == [(8, 1), (16, 2), (24, 3)]
-
-
-def test_the_time_of_all_launches_is_counted_once(monkeypatch):
-    """A resumed run adds the time up to its checkpoint, by bucket.
-
-    Break: train.py: progress["timers"]["seconds"][bucket] += seconds => pass
-    """
-    now = [50.0]
-    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    timers = train.init_timers(40.0)
-    for bucket, seconds in (("compile", 3), ("step", 2), ("other", 4)):
-        with train.timed(timers, bucket):
-            now[0] += seconds
-    spent = train.time_by_bucket(timers)
-    nothing = dict.fromkeys(train.TIME_BUCKETS, 0)
-    assert spent == nothing | {"start": 10, "compile": 3, "step": 2, "other": 4}
-    progress = train.init_progress(40.0) | {"timers": timers}
-    saved = {"last_done": {}, "requests": [], "last_metrics": {}, "validation": {},
-             "best_validation": {}, "time_s": spent}
-    train.restore_progress(progress, 2, {"progress": saved}, {})
-    assert train.time_by_bucket(timers) == nothing | {
-        "start": 20, "compile": 6, "step": 4, "other": 8}
-    assert timers["logged"] == {"step": 2, "step_s": 4, "data_s": 0}
 
 
 def leveldb_records(data, first):
@@ -3445,79 +3384,25 @@ def wandb_records(file):
     return read()
 
 
-@pytest.mark.slow
-def test_wandb_resumes_under_the_run_id(tiny, monkeypatch):
-    """Offline, two launches of one run write to the same wandb id, which is the run_id, and log
-    each loss of training and of validation.
-
-    Break: train.py: id=row["run_id"] => id=None
-    """
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    cfg = tiny(track=("wandb",), stop=("+4",))
-    assert [train.main(cfg)["step"] for _ in range(2)] == [4, 8]
-    run_id = rows(cfg.out_dir, "start")[0]["run_id"]
-    files, losses = sorted(Path(cfg.out_dir, "wandb").glob("offline-run-*/run-*.wandb")), {}
-    val_losses = {}
-    for file in files:
-        for record in wandb_records(file):
-            row = {item.key or "/".join(item.nested_key): item.value_json
-                   for item in record.history.item}
-            if "loss" in row and "lr" in row and "checkpoint" not in row:
-                losses[int(row["step"])] = float(row["loss"])
-            elif "val_loss" in row and "checkpoint" not in row:
-                val_losses[int(row["step"])] = float(row["val_loss"])
-    assert {file.stem for file in files} == {f"run-{run_id}"}
-    assert losses == {row["step"]: row["loss"] for row in rows(cfg.out_dir, "log")}
-    assert val_losses == {row["step"]: row["val_loss"] for row in rows(cfg.out_dir, "eval")}
-
-
-def test_tensorboard_reads_back_the_logged_values(tiny):
-    """TensorBoard's own reader finds the logged values, also of a run that resumed before its last
-    row.
-
-    Break: train.py: purge_step=row["step"] + 1 => purge_step=None
-    """
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator",
-                                 reason="TensorBoard is not installed")
-    cfg = tiny(track=("tensorboard",), steps=6)
-
-    def crash(event, value):
-        if event == "state" and value["step"] == 6:
-            raise RuntimeError("as if killed")
-
-    with pytest.raises(RuntimeError):
-        train.main(cfg, [crash])
-    train.main(cfg)  # from step 4
-    found = reader.EventAccumulator(str(Path(cfg.out_dir) / "tensorboard"))
-    found.Reload()
-    log = {row["step"]: row for row in rows(cfg.out_dir, "log")}
-    for name in ("loss", "lr", "grad_norm"):
-        steps, values = zip(*((e.step, e.value) for e in found.Scalars(name)), strict=True)
-        assert steps[:6] == tuple(log) == tuple(range(1, 7))
-        np.testing.assert_allclose(values[:6], [row[name] for row in log.values()], rtol=1e-6)
-    assert [event.step for event in found.Scalars("val_loss")][:2] == [4, 6]
-
-
 SAMPLE = "# a title\n  def f():\n    return 'é'"
 WEIGHTS = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
 
 
-def run_failing_tracker(make, cfg):
-    """Pass a tracker the events of a run that an exception ends after step 2. The rows have the
-    statistics of WEIGHTS, with the gradient 2 WEIGHTS, and of a constant.
+def run_failing_tracker(make, cfg, start=0):
+    """Pass a tracker the events of a launch from step `start` that an exception ends after step 2.
+    The rows have the statistics of WEIGHTS, with the gradient 2 WEIGHTS, and of a constant.
     """
-    Path(cfg.out_dir).mkdir()
+    Path(cfg.out_dir).mkdir(exist_ok=True)
     observe = make(cfg)
-    observe("start", {"step": 0, "run_id": "0badcafe", "config": {"lr": 0.5}})
+    observe("start", {"step": start, "run_id": "0badcafe", "config": {"lr": 0.5}})
     params = {"w": jnp.asarray(WEIGHTS), "gain": jnp.ones(8)}
     stats = steplib.weight_stats(
         1, params, {name: 2 * x for name, x in params.items()},
         types.SimpleNamespace(watch=("w", "gain"), log_every=1))
     watch = jax.tree.map(lambda x: np.asarray(x).tolist(), stats)
-    for step in (1, 2):
+    for step in range(start + 1, 3):
         observe("log", {"step": step, "loss": 3.0 - step, "watch": watch})
+    observe("eval", {"step": 2, "val_loss": 0.25})
     observe("sample", {"step": 2, "texts": [SAMPLE]})
     observe("error", {"error": "RuntimeError: out of luck"})
 
@@ -3535,9 +3420,9 @@ def check_histogram(counts, edges, constant_edges):
 
 @pytest.mark.slow
 def test_wandb_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny, monkeypatch):
-    """Offline, the file holds both rows with their histograms, a table with the sample, and the end
-    of the run with exit code 1. The config is that of the run; project, entity, group, tags and
-    name are those of wandb's own variables.
+    """Offline, the file holds the losses and histograms, a table with the sample, and the end of
+    the run with exit code 1, under the run_id. Project, entity, group, tags and name are those of
+    wandb's own variables.
 
     Break: train.py: name = os.environ.get("WANDB_NAME") or Path(cfg.out_dir).name =>
     name = Path(cfg.out_dir).name
@@ -3561,6 +3446,7 @@ def test_wandb_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny, 
     logged = [{item.key or "|".join(item.nested_key): json.loads(item.value_json)
                for item in record.history.item} for record in records]
     assert [row["loss"] for row in logged if "loss" in row] == [2.0, 1.0]
+    assert [row["val_loss"] for row in logged if "val_loss" in row] == [0.25]
     first = next(row for row in logged if "loss" in row)
     check_histogram(first["watch/w|values"], first["watch/w|bins"], first["watch/gain|bins"])
     np.testing.assert_allclose(
@@ -3571,21 +3457,24 @@ def test_wandb_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny, 
 
 
 def test_tensorboard_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny):
-    """TensorBoard's own reader finds both rows with their histograms, and the sample as an indented
-    block of Markdown. No thread remains that could write more.
+    """TensorBoard's own reader finds the losses and histograms, also of a launch that repeats a
+    step, and the sample as an indented block of Markdown. No thread remains that could write more.
 
-    Break: train.py: writer.close() => pass
+    Break: train.py: purge_step=row["step"] + 1 => purge_step=None
     """
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator",
                                  reason="TensorBoard is not installed")
     cfg = tiny()
     run_failing_tracker(train.log_to_tensorboard, cfg)
+    time.sleep(1.1)  # a file is named by its second
+    run_failing_tracker(train.log_to_tensorboard, cfg, start=1)
     # A thread of multiprocessing's queue may remain, which has nothing more to pass on.
     writers = [x for x in threading.enumerate() if type(x).__module__.startswith("tensorboardX")]
     assert not writers
     found = reader.EventAccumulator(str(Path(cfg.out_dir) / "tensorboard"))
     found.Reload()
     assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
+    assert [(e.step, e.value) for e in found.Scalars("val_loss")] == [(2, 0.25)]
     assert found.Histograms("watch/w")[-1].step == 2
     w = found.Histograms("watch/w")[0].histogram_value
     gain = found.Histograms("watch/gain")[0].histogram_value
@@ -3594,7 +3483,7 @@ def test_tensorboard_has_histograms_and_samples_of_a_run_that_an_exception_ends(
     assert (w.num, w.min, w.max) == (WEIGHTS.size, WEIGHTS.min(), WEIGHTS.max())
     np.testing.assert_allclose(w.sum, exact.sum(), rtol=1e-4)
     np.testing.assert_allclose(w.sum_squares, (exact**2).sum(), rtol=1e-5)
-    sample, = found.Tensors("sample/0/text_summary")
+    *_, sample = found.Tensors("sample/0/text_summary")
     assert found.SummaryMetadata("sample/0/text_summary").plugin_data.plugin_name == "text"
     assert sample.step == 2 and sample.tensor_proto.string_val[0].decode() == (
         "    # a title\n      def f():\n        return 'é'")
