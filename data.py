@@ -23,7 +23,8 @@ import shutil
 import threading
 import time
 import zlib
-from collections import Counter, deque
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -104,7 +105,8 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
     if seq_format["packing"] == "stream":
         counts = np.where(lengths > T, -(-(lengths - 1) // T), 0)  # rounded up
     else:  # optional: packing
-        shards, counts = _pack_shards(shards, seq_format)
+        shards = [_pack_shard(shard, seq_format) for shard in shards]
+        counts = [len(shard["row_bounds"]) - 1 for shard in shards]
     return {"shards": shards, "seq_format": seq_format, "n": int(sum(counts)),
             "cum_counts": np.cumsum(counts), "lengths": lengths}
 
@@ -1178,7 +1180,7 @@ def describe(dataset):
     lines = [", ".join(facts)]
     # Optional: tokens that are not labels.
     if any("ignored" in shard for shard in dataset["shards"]):
-        lines.append(", ".join(_describe_labels(dataset)))
+        lines.append(_describe_labels(dataset))
     return "\n".join(lines)
 
 
@@ -1223,18 +1225,10 @@ def bytes_per_token(dataset):
     return n_bytes / n_tokens if n_tokens else None
 
 
-N_SEARCHED = 10_000  # documents of a shard in which one with a label is searched
-
-
-def _first_documents(shard):
-    """[first token, the one after the last] of the first documents that begin in a shard.
-
-    In the second part of a split, documents before the cut are excluded.
-    """
-    starts = shard["documents"][:, 0]  # sorted
-    first = int(np.searchsorted(starts, shard["token_offset"]))
-    documents = shard["documents"][first : first + N_SEARCHED]
-    return (documents - shard["token_offset"]).tolist()
+def _first_sequences(dataset):
+    """The batch of the first sequences, about 2^20 tokens: for summaries."""
+    n = min(dataset["n"], 1 + 2**20 // dataset["seq_format"]["seq_len"])
+    return read_sequences(dataset, np.arange(n))
 
 
 def text_metrics(means, source):
@@ -1557,40 +1551,21 @@ def pack(lengths, room, one_each=False):
     if one_each:
         return np.arange(len(order) + 1), np.sort(order)
 
-    rows_with = [[] for _ in range(room + 1)]  # rows_with[k]: rows with room for k more
-    nonempty = 0  # bit k is set if rows_with[k] is not empty
+    rows_with = defaultdict(list)  # {room left: rows}
+    rows_with[room] = list(range(len(order)))[::-1]  # enough empty rows
+    rooms = [room]  # those with rows, sorted
     row_of = []
-    n_rows = 0
     for length in lengths[order].tolist():
-        fitting = nonempty >> length  # bit k: there is a row with room for length + k
-        if fitting:
-            lowest_bit = fitting & -fitting
-            left = length + lowest_bit.bit_length() - 1
-            row = rows_with[left].pop()
-            if not rows_with[left]:
-                nonempty ^= 1 << left
-        else:
-            left = room
-            row = n_rows
-            n_rows += 1
-        left -= length
-        rows_with[left].append(row)
-        nonempty |= 1 << left
-        row_of.append(row)
-
+        i = bisect_left(rooms, length)
+        left = rooms[i] - length
+        row_of.append(rows_with[rooms[i]].pop())
+        if not rows_with[rooms[i]]:
+            del rooms[i]
+        if not rows_with[left]:
+            insort(rooms, left)
+        rows_with[left].append(row_of[-1])
     items = order[np.lexsort((order, row_of))]  # by row, in a row by index
-    counts = np.bincount(row_of, minlength=n_rows)
-    return np.append(0, np.cumsum(counts)), items
-
-
-def _pack_shards(shards, seq_format):
-    """Pack the documents of shards into rows; return the shards and the number of rows of each."""
-    packed = []
-    for shard in shards:
-        if "spans" not in shard:
-            shard = _pack_shard(shard, seq_format)
-        packed.append(shard)
-    return packed, [len(shard["row_bounds"]) - 1 for shard in packed]
+    return np.append(0, np.cumsum(np.bincount(row_of))), items
 
 
 def _pack_shard(shard, seq_format):
@@ -1598,57 +1573,45 @@ def _pack_shard(shard, seq_format):
 
     A span is the first token of a document, truncated, and the one after its last.
     """
+    packing, truncation = seq_format["packing"], seq_format["truncation"]
     if "documents" not in shard:
-        raise ValueError(f"{shard['name']}: packing {seq_format['packing']} needs documents, and a "
-                         "token file has none; use text or .jsonl")
+        raise ValueError(f"{shard['name']}: packing {packing} needs documents, and a token file "
+                         "has none; use text or .jsonl")
 
     # Truncate documents longer than a row and its last label.
-    T = seq_format["seq_len"]
+    longest = seq_format["seq_len"] + 1
     starts, stops = shard["documents"].T
-    is_long = stops - starts > T + 1
-    if seq_format["truncation"] == "error" and is_long.any():
-        i = int(np.argmax(is_long))
-        raise ValueError(f"{shard['name']}: document {i + 1} has {stops[i] - starts[i]} tokens, "
-                         f"more than seq_len + 1 = {T + 1}; choose another --truncation or "
-                         "--seq_len")
-    if seq_format["truncation"] == "keep_end":
-        starts = np.maximum(starts, stops - T - 1)
-    elif seq_format["truncation"] == "drop":
+    is_long = stops - starts > longest
+    if truncation == "error" and is_long.any():
+        raise ValueError(f"{shard['name']}: document {np.argmax(is_long) + 1} has more than "
+                         f"seq_len + 1 = {longest} tokens; set another --truncation or --seq_len")
+    if truncation == "keep_end":
+        starts = np.maximum(starts, stops - longest)
+    elif truncation == "drop":
         stops = np.where(is_long, starts, stops)
     else:
-        stops = np.where(is_long, starts + T + 1, stops)
+        stops = np.minimum(stops, starts + longest)
 
     # The last token is a label only. A document without a label goes into no row.
     lengths = np.maximum(stops - starts - 1, 0)
-    n_cut_away = 0
-    if "ignored" in shard and len(lengths):
-        has_label = _count_ignored(shard, starts, stops) < lengths
-        n_cut_away = int((is_long & ~has_label & (stops > starts)).sum())
-        lengths = np.where(has_label, lengths, 0)
-    bounds, items = pack(lengths, T, one_each=seq_format["packing"] == "none")
+    if "ignored" in shard:
+        # Sums between borders; every second one is over the labels of a document.
+        borders = np.stack([starts + 1, stops], axis=1).ravel()
+        ignored = np.append(shard["ignored"], np.uint8(0))  # a border may be at the end
+        n_ignored = np.add.reduceat(ignored, borders, dtype=np.int64)[::2]
+        lengths = np.where(n_ignored < lengths, lengths, 0)
+    bounds, items = pack(lengths, longest - 1, one_each=packing == "none")
     spans = np.stack([starts, stops], axis=1)[items]
-    return shard | {"row_bounds": bounds, "spans": spans, "n_cut_away": n_cut_away}
-
-
-def _count_ignored(shard, starts, stops):
-    """The number of tokens of each document, except its first, that are not labels."""
-    # Sums between borders; every second one is over the labels of a document.
-    borders = np.stack([starts + 1, stops], axis=1).ravel()
-    ignored = np.append(shard["ignored"], np.uint8(0))  # a border may be at the end
-    return np.add.reduceat(ignored, borders, dtype=np.int64)[::2]
+    return shard | {"row_bounds": bounds, "spans": spans}
 
 
 def _packed_batch(dataset, shard_of, offsets):
     """Build a batch of packed rows, with "segments" (0: padding) and "positions"."""
     seq_format = dataset["seq_format"]
     T = seq_format["seq_len"]
-    shape = (len(offsets), T)
-    batch = {
-        "tokens": np.zeros(shape, np.int32),
-        "labels": np.full(shape, IGNORE, np.int32),
-        "segments": np.zeros(shape, np.int32),
-        "positions": np.zeros(shape, np.int32),
-    }
+    names = ("tokens", "labels", "segments", "positions")
+    batch = {name: np.zeros((len(offsets), T), np.int32) for name in names}
+    batch["labels"][:] = IGNORE
     shards = [dataset["shards"][i] for i in shard_of.tolist()]
     for row, (shard, offset) in enumerate(zip(shards, offsets.tolist())):
         first, last = shard["row_bounds"][offset : offset + 2]
@@ -1675,31 +1638,22 @@ def _packed_batch(dataset, shard_of, offsets):
 def _cut_documents(shard, cut):
     """Cut a shard between documents, near token `cut`, into two; both sides keep all tokens."""
     documents = shard["documents"]
-    if cut == len(shard["tokens"]):
-        n_first = len(documents)
-    else:
-        n_first = min(np.searchsorted(documents[:, 0], cut), len(documents) - 1)
-    unpacked = {name: x for name, x in shard.items() if name not in ("row_bounds", "spans")}
-    first = unpacked | {"documents": documents[:n_first]}
-    second = unpacked | {"documents": documents[n_first:]}
-    return first, second
+    n_first = len(documents)
+    if cut < len(shard["tokens"]):  # the second side gets a document
+        n_first = min(np.searchsorted(documents[:, 0], cut), n_first - 1)
+    return shard | {"documents": documents[:n_first]}, shard | {"documents": documents[n_first:]}
 
 
 def _describe_packing(dataset):
     """Facts about documents in sequences."""
     seq_format = dataset["seq_format"]
-    shards = dataset["shards"]
-    n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in shards]) - 1
-    n_used = np.concatenate([np.diff(shard["spans"]) for shard in shards]) - 1
+    n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in dataset["shards"]]) - 1
+    n_used = np.concatenate([np.diff(shard["spans"]) for shard in dataset["shards"]]) - 1
     n_long = (n_tokens > seq_format["seq_len"]).sum()
-    n_cut_away = sum(shard["n_cut_away"] for shard in shards)
     padding = 1 - n_used.sum() / (dataset["n"] * seq_format["seq_len"])
-    facts = [f"{len(n_used):,} of {len(n_tokens):,} documents in {dataset['n']:,} sequences",
-             f"{n_long:,} longer (--truncation {seq_format['truncation']})",
-             f"{n_used.sum():,} of {n_tokens.sum():,} tokens, {padding:.1%} padding"]
-    if n_cut_away:
-        facts.append(f"{n_cut_away:,} documents skipped: --truncation cuts away all their labels")
-    return facts
+    return [f"{len(n_used):,} of {len(n_tokens):,} documents in {dataset['n']:,} sequences",
+            f"{n_long:,} longer (--truncation {seq_format['truncation']})",
+            f"{n_used.sum():,} of {n_tokens.sum():,} tokens, {padding:.1%} padding"]
 
 
 # ---- token files
@@ -1780,28 +1734,21 @@ def _read_ids(row, where, tokenizer):
     mask = np.ones_like(ids)
     if not _is_empty(row.get("attention_mask")):
         mask = _integers(row, "attention_mask", where)
-    if not len(ids) == len(labels) == len(mask):
-        raise ValueError(f"{where}: input_ids has {len(ids)} ids, labels {len(labels)} and "
-                         f"attention_mask {len(mask)}; must be as many")
-    n_ids = tokenizer.get("n_ids", tokenizer["vocab_size"])
-    wrong = ids[(ids < 0) | (ids >= n_ids)]
-    if len(wrong):
-        raise ValueError(f"{where}: input_ids has {wrong[0]}, which is not in [0, {n_ids}); set "
-                         "--tokenizer to the one that made these rows, or --vocab_size")
-    if np.any((labels != ids) & (labels != IGNORE)) or np.any((mask != 0) & (mask != 1)):
+    check_ids(ids[None], tokenizer.get("n_ids", tokenizer["vocab_size"]), [{"name": where}])
+    if not (ids.shape == labels.shape == mask.shape and np.isin(mask, (0, 1)).all()
+            and np.all((labels == ids) | (labels == IGNORE))):
         raise ValueError(f"{where}: labels must be input_ids or {IGNORE} at each place, not "
-                         "shifted, and attention_mask 0 or 1")
-    used = mask == 1
-    return {"kind": "ids", "text": "", "ids": ids[used], "ignored": labels[used] == IGNORE,
-            "n_bytes": len(tokenizer["decode"](ids[used]).encode())}
+                         "shifted, and attention_mask 0 or 1, as many as input_ids")
+    is_used = mask == 1
+    return {"kind": "ids", "text": "", "ids": ids[is_used], "ignored": labels[is_used] == IGNORE,
+            "n_bytes": len(tokenizer["decode"](ids[is_used]).encode())}
 
 
 def _integers(row, name, where):
     """A column of a row as a 1-D array of integers."""
-    with as_value_error(f"{where}: {name} must be a list of integers", ValueError, OverflowError):
-        array = np.asarray(_parsed(row[name], where))
-        if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-            raise ValueError(f"it is {str(row[name])[:80]}")
+    array = np.asarray(_parsed(row[name], where))
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise ValueError(f"{where}: {name} must be a list of integers: {str(row[name])[:80]}")
     return array.astype(np.int64)
 
 
@@ -1809,39 +1756,43 @@ def _integers(row, name, where):
 
 def _read_prompt_or_chat(form, row, where, tokenizer):
     """The example of a row that is not a plain text; see `read_example`."""
+    used = ("system", "tools")
+    prompt = []
     if form == "prompt, completion":
         prompt = messages_in(row["prompt"])
         completion = messages_in(row["completion"])
         if isinstance(prompt, str) and isinstance(completion, str):
             return {"kind": "pair", "text": prompt, "completion": completion}
-        messages = messages_of_pair(prompt, completion, where)
     elif form == "instruction, output":
-        instruction = row["instruction"]
+        used += ("input",)
+        text = row["instruction"]
         if not _is_empty(row.get("input")):
-            instruction += "\n\n" + _content_text(row["input"], f"{where}: input")
+            text += "\n\n" + _content_text(row["input"], f"{where}: input")
         # A tokenizer without a chat template gets a prompt and a completion.
         if not _chat_template(tokenizer):
-            if not _is_empty(row.get("system")):
-                system = _content_text(row["system"], f"{where}: system")
-                instruction = f"{system}\n\n{instruction}"
-            return {"kind": "pair", "text": f"{instruction}\n\n", "completion": row["output"],
+            for message in _system_messages(row):
+                text = _content_text(message["content"], f"{where}: system") + "\n\n" + text
+            return {"kind": "pair", "text": f"{text}\n\n", "completion": row["output"],
                     "used": ("system", "input")}
-        messages = [{"role": "user", "content": instruction},
-                    {"role": "assistant", "content": row["output"]}]
+        prompt = [{"role": "user", "content": text}]
+        completion = [{"role": "assistant", "content": row["output"]}]
     else:
-        messages = messages_in(row[form])
-    text, spans = render_chat(_with_system(messages, row), row.get("tools"), tokenizer, where)
-    used = ("system", "tools", "input") if form == "instruction, output" else ("system", "tools")
+        completion = messages_in(row[form])
+    # Of a prompt and its completion, only the completion has labels.
+    prompt = [*_system_messages(row), *prompt]
+    text, spans = render_chat([*prompt, *completion], row.get("tools"), tokenizer, where,
+                              n_prompt=len(prompt))
     return {"kind": "chat", "text": text, "spans": spans, "used": used,
             "has_date": _chat_template(tokenizer)["has_date"]}
 
 
 def messages_in(value):
     """The list of messages in a value, or in its JSON text; any other value unchanged."""
-    if isinstance(value, str) and value.lstrip().startswith("[") and _is_json(value.strip(), list):
-        messages = json.loads(value)
-        if messages and all(isinstance(x, dict) and {"role", "from"} & {*x} for x in messages):
-            value = messages
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):  # a text with brackets
+            messages = json.loads(value)
+            if messages and all(isinstance(x, dict) and {"role", "from"} & {*x} for x in messages):
+                value = messages
     if isinstance(value, list):
         value = [_with_role(message) for message in value]
     return value
@@ -1858,33 +1809,16 @@ def _with_role(message):
     """A message with "role" and "content" in place of ShareGPT's "from" and "value"."""
     if not isinstance(message, dict) or "from" not in message or "role" in message:
         return message
-    message = dict(message)
-    role = message.pop("from")
-    message["role"] = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-    if "value" in message:
-        message["content"] = message.pop("value")
-    return message
+    names = {"from": "role", "value": "content"}
+    message = {names.get(name, name): x for name, x in message.items()}
+    return message | {"role": SHAREGPT_ROLES.get(str(message["role"]), message["role"])}
 
 
-def _with_system(messages, row):
-    """The messages, after the text in the column system of their row if it has one."""
-    if _is_empty(row.get("system")) or not isinstance(messages, list):
-        return messages
-    return [{"role": "system", "content": row["system"]}, *messages]
-
-
-def messages_of_pair(prompt, completion, where):
-    """Join the messages of a prompt and of its completion. Only the completion has labels."""
-    for name, messages in (("prompt", prompt), ("completion", completion)):
-        if not isinstance(messages, list):
-            raise ValueError(f"{where}: {name} is {str(messages)[:80]!r}; must be a text or a list "
-                             "of messages, as the other one is")
-    unlabelled = []
-    for message in prompt:
-        if isinstance(message, dict) and message.get("role") == "assistant":
-            message = message | {"weight": 0}
-        unlabelled.append(message)
-    return [*unlabelled, *completion]
+def _system_messages(row):
+    """The message in the column system of a row, in a list; an empty list without one."""
+    if _is_empty(row.get("system")):
+        return []
+    return [{"role": "system", "content": row["system"]}]
 
 
 # Keys of a message that no template has to render.
@@ -1892,11 +1826,10 @@ ROUTINE_KEYS = {"role", "content", "weight", "id", "tool_call_id", "timestamp"}
 
 
 def _clean_messages(messages, source, where):
-    """(messages as a chat template expects them, indices of those without labels).
+    """(messages as a chat template expects them, indices of those with labels).
 
     source: of the chat template. Empty values are dropped, parts of text are joined, and JSON in
     tool calls is parsed.
-
     Raises ValueError for a message that is not an object, has a role out of order, content that is
     not text, a weight other than 0 and 1, or a key that the template does not name.
     """
@@ -1904,7 +1837,7 @@ def _clean_messages(messages, source, where):
         raise ValueError(f"{where}: has no list of messages: {str(messages)[:80]}")
     roles = ["system", "developer", "user"]  # of the first message
     cleaned = []
-    unlabelled = set()
+    labelled = set()
     for i, message in enumerate(messages):
         at = f"{where}: message {i + 1}"
         if not isinstance(message, dict) or message.get("role") not in roles:
@@ -1922,14 +1855,14 @@ def _clean_messages(messages, source, where):
         if weight not in (0, 1) or weight > is_answer:
             raise ValueError(f"{at}: weight is {weight!r}; must be 0, or 1 for a message of the "
                              "assistant")
-        if weight == 0:
-            unlabelled.add(i)
+        if weight:
+            labelled.add(i)
         if "tool_calls" in message:
             message["tool_calls"] = _functions(message["tool_calls"], f"{at}: tool_calls")
         if content is not None or not (is_answer and "tool_calls" in message):
             message["content"] = _content_text(content, at)
         cleaned.append(message)
-    return cleaned, unlabelled
+    return cleaned, labelled
 
 
 def _names(source, name):
@@ -1945,31 +1878,22 @@ def _content_text(content, at):
     if not all(isinstance(part, dict) and part.get("type") == "text"
                and isinstance(part.get("text"), str) for part in parts):
         raise ValueError(f"{at}: content is {str(content)[:80]!r} ({type(content).__name__}); must "
-                         "be a text or a list of parts of type text, and may be missing only "
-                         "beside tool_calls")
+                         "be a text or a list of parts of type text")
     return "".join(part["text"] for part in parts)
 
 
 def _functions(holders, where):
     """Tools, or calls of tools, with the JSON texts in them parsed."""
-    holders = _parsed(holders, where)
-    if not isinstance(holders, list):
-        raise ValueError(f"{where} is {str(holders)[:80]!r}; must be a list")
     parsed = []
-    for holder in holders:
-        holder = _parsed(holder, where)
-        function = holder
-        if isinstance(holder, dict) and "function" in holder:
-            function = holder["function"]
-        if not isinstance(function, dict):
-            raise ValueError(f"{where} has {str(holder)[:80]!r}; must be an object")
-        for name in ("arguments", "parameters"):
-            if isinstance(function.get(name), str):
-                value = _parsed(function[name] or "{}", f"{where}: {name}")
-                function = function | {name: value}
-        if "function" in holder:
-            function = holder | {"function": function}
-        parsed.append(function)
+    with as_value_error(f"{where} is {str(holders)[:80]!r}", TypeError, AttributeError):
+        for holder in _parsed(holders, where):
+            holder = _parsed(holder, where)
+            function = holder.get("function", holder)
+            for name in ("arguments", "parameters"):
+                if isinstance(function.get(name), str):
+                    value = _parse_json(function[name] or "{}", f"{where}: {name}")
+                    function = function | {name: value}
+            parsed.append(holder | {"function": function} if "function" in holder else function)
     return parsed
 
 
@@ -1978,68 +1902,64 @@ def _chat_template(tokenizer):
     return tokenizer["chat"]() if tokenizer["chat"] else None
 
 
-def _require_template(tokenizer, where):
+def render_chat(messages, tools, tokenizer, where, n_prompt=0):
+    """Render a conversation in the tokenizer's chat template: (text, spans).
+
+    spans: [first, last) of the characters of the text that are labels: the messages of the
+    assistant after the first n_prompt messages, each with the mark that ends it. The template marks
+    them by {% generation %}; otherwise `_answer_span` finds each. tools: None, a list, or its JSON.
+    Raises ValueError naming `where`, also when it cannot find a message in the text.
+    """
+    messages, labelled, render, render_marked = _open_chat(messages, tools, tokenizer, where)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    labelled = [i for i in labelled if i >= n_prompt]
+    if render_marked:
+        text, spans = render_marked(messages)
+        _check_rendered(render, messages, text, where)
+        if labelled == answers:
+            return text, spans
+    else:
+        text = render(messages)
+        _check_rendered(render, messages, text, where)
+        spans = [_answer_span(render, messages, text, i, tokenizer) for i in answers]
+    # Each answer has a span, after that of the answer before.
+    end = 0
+    for i, (first, last) in zip(answers, spans):
+        is_lost = first >= last and messages[i].get("content", "").strip()
+        if first < end or is_lost or len(spans) != len(answers):
+            raise ValueError(
+                f"{where}: message {i + 1}: cannot determine which characters of the rendered chat "
+                "it became; use a template that marks each answer by {% generation %}")
+        end = last
+    return text, [span for i, span in zip(answers, spans) if i in labelled]
+
+
+def _open_chat(messages, tools, tokenizer, where):
+    """The messages as the tokenizer's chat template expects them, the indices of those with labels,
+    and two functions that render messages: to a text, and to a text and the spans of its answers.
+    The second one is None for a template that does not mark answers.
+    """
     template = _chat_template(tokenizer)
     if not template:
         raise ValueError(f"{where}: messages need a chat template; set --tokenizer to a folder "
                          "that transformers saved with one")
-    return template
-
-
-def render_chat(messages, tools, tokenizer, where):
-    """Render a conversation in the tokenizer's chat template: (text, spans).
-
-    spans: [first, last) of the characters of the text that are labels: the messages of the
-    assistant, each with the mark that ends it. The template marks them by {% generation %};
-    otherwise `_answer_span` finds each. tools: None, a list, or its JSON.
-    Raises ValueError naming `where`, also when it cannot find a message in the text.
-    """
-    template = _require_template(tokenizer, where)
-    tools = _clean_tools(tools, template, where)
+    tools = None if _is_empty(tools) else _functions(tools, f"{where}: tools")
     source = template["source"](tools)
-    messages, unlabelled = _clean_messages(messages, source, where)
-    render = partial(_render, template, tools, where)
-    text = render(messages)
-    _check_rendered(render, messages, text, where)
-    is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", source)
-    labelled = []
-    excluded = []
-    end = 0
-    for i, message in enumerate(messages):
-        # With a template that marks answers, only messages without labels have to be found.
-        if message["role"] != "assistant" or (is_marked and i not in unlabelled):
-            continue
-        first, last = _answer_span(render, messages, text, i, tokenizer)
-        is_lost = first >= last and message.get("content", "").strip()
-        if first < end or is_lost:
-            raise ValueError(
-                f"{where}: message {i + 1}: cannot determine which characters of the rendered chat "
-                "it became; use a template that marks answers by {% generation %}")
-        end = last
-        spans = excluded if i in unlabelled else labelled
-        spans.append((first, last))
-    if is_marked:
-        with as_value_error(f"{where}: the chat template refuses it", Exception):
-            _, labelled = template["render_marked"](messages, tools)
-        for first, last in excluded:
-            labelled = [span for span in labelled if span[1] <= first or span[0] >= last]
-    return text, labelled
-
-
-def _clean_tools(tools, template, where):
-    """The list of tools in a row's value, or None."""
-    if _is_empty(tools):
-        return None
-    tools = _functions(tools, f"{where}: tools")
-    if not _names(template["source"](tools), "tools"):
+    if tools and not _names(source, "tools"):
         raise ValueError(f"{where}: tools are not known to the chat template; remove them")
-    return tools
+    messages, labelled = _clean_messages(messages, source, where)
+    refusal = f"{where}: the chat template refuses it"
 
+    def render(messages, add_generation_prompt=False):
+        with as_value_error(refusal, Exception):
+            return template["render"](messages, tools, add_generation_prompt)
 
-def _render(template, tools, where, messages, add_generation_prompt=False):
-    """Render messages. A template may raise any exception, which becomes a ValueError."""
-    with as_value_error(f"{where}: the chat template refuses it", Exception):
-        return template["render"](messages, tools, add_generation_prompt)
+    def render_marked(messages):
+        with as_value_error(refusal, Exception):
+            return template["render_marked"](messages, tools)
+
+    is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", source)
+    return messages, labelled, render, render_marked if is_marked else None
 
 
 def _check_rendered(render, messages, text, where):
@@ -2066,21 +1986,19 @@ def _answer_span(render, messages, text, i, tokenizer):
     is not a part of it. Text that follows the mark where the conversation ends with it is a part of
     it.
     """
-    message = messages[i]
     mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
     marked = {"role": "assistant", "content": mark}
-    if "tool_calls" in message:
-        *calls, call = message["tool_calls"]
-        change = {"arguments": {"a": mark}}
-        if "function" in call:
-            change = {"function": call["function"] | change}
-        marked = {"role": "assistant", "content": "", "tool_calls": [*calls, call | change]}
-    whole = render([*messages[:i], marked, *messages[i + 1 :]])
-    as_last = whole
+    is_call = "tool_calls" in messages[i]
+    if is_call:
+        *calls, call = messages[i]["tool_calls"]
+        function = call.get("function", call) | {"arguments": {"a": mark}}
+        call = call | {"function": function} if "function" in call else function
+        marked |= {"content": "", "tool_calls": [*calls, call]}
+    as_last = [*messages[:i], marked]
+    before, found, after = render([*as_last, *messages[i + 1 :]]).partition(mark)
+    ending = after
     if i < len(messages) - 1:
-        as_last = render([*messages[:i], marked])
-    before, _, after = whole.partition(mark)
-    _, found, ending = as_last.partition(mark)
+        _, found, ending = render(as_last).partition(mark)
     ending = ending.rstrip()
     prompt = render(messages[:i], add_generation_prompt=True)
 
@@ -2095,8 +2013,7 @@ def _answer_span(render, messages, text, i, tokenizer):
     if not text.startswith(prompt):
         first = before.rfind(header) if header else len(before)
         first += _n_common(before[first:], opening)
-        is_call = "tool_calls" in message and not header  # its beginning is not in the copy
-        if is_call or not text.startswith(before[:first]):
+        if (is_call and not header) or not text.startswith(before[:first]):
             return 0, -1
     # The last message ends in another way: take what is common, or another token if the header of a
     # message follows it.
@@ -2193,18 +2110,11 @@ def _check_eval_labels(dataset, cfg):
 
 
 def _describe_labels(dataset):
-    """Facts about labels: their fraction in the first sequences, and sequences without any."""
-    n = min(dataset["n"], 1 + 2**20 // dataset["seq_format"]["seq_len"])
-    batch = read_sequences(dataset, np.arange(n))
-    is_label = batch["labels"] != IGNORE
-    n_tokens = is_label.size
-    if "segments" in batch:  # without padding
-        n_tokens = np.count_nonzero(batch["segments"])
-    n_empty = n - np.count_nonzero(is_label.any(axis=1))
-    facts = [f"{np.count_nonzero(is_label) / n_tokens:.1%} of the tokens are labels"]
-    if n_empty:
-        facts.append(f"{n_empty:,} of the first {n:,} sequences have no label")
-    return facts
+    """The fraction of labels in the first sequences, without padding."""
+    batch = _first_sequences(dataset)
+    n_labels = np.count_nonzero(batch["labels"] != IGNORE)
+    n_tokens = np.count_nonzero(batch.get("segments", np.ones_like(batch["tokens"])))
+    return f"{n_labels / n_tokens:.1%} of the tokens are labels"
 
 
 # ---- examples
@@ -2214,49 +2124,37 @@ SHOWN_TOKENS = 100  # at most, on each side of the first label
 
 
 def show_examples(dataset, tokenizer):
-    """The first examples with a label, each as pieces of text: [(text, whether the piece is
-    labels)]. An example is a document as packed, or the first tokens of a token file.
+    """The first sequences with a label, each as pieces of text: [(text, whether the piece is
+    labels)]. Of a sequence with several documents, the first one with a label.
     """
     examples = []
-    for shard in dataset["shards"]:
-        for first, last in _spans_to_show(shard, dataset["seq_format"]["seq_len"]):
-            ids = shard["tokens"][first:last]
-            ignored = np.zeros(len(ids), np.uint8)
-            if "ignored" in shard:
-                ignored[:] = shard["ignored"][first:last]
-            ignored[:1] = 1  # it follows no other token of its document
-            if not ignored.all():
-                examples.append(_show_labels(ids, ignored, tokenizer))
-            if len(examples) == N_SHOWN:
-                return examples
+    batch = _first_sequences(dataset)
+    is_label = batch["labels"] != IGNORE
+    for row in np.flatnonzero(is_label.any(axis=1))[:N_SHOWN]:
+        shown = slice(None)
+        if "segments" in batch:
+            segments = batch["segments"][row]
+            shown = segments == segments[np.argmax(is_label[row])]
+        # The label after the last token is shown, too.
+        ids = np.append(batch["tokens"][row, shown], batch["labels"][row, shown][-1])
+        is_shown_label = np.append(False, is_label[row, shown])
+        examples.append(_show_labels(ids[ids != IGNORE], is_shown_label[ids != IGNORE], tokenizer))
     return examples
 
 
-def _spans_to_show(shard, seq_len):
-    """[first token, the one after the last] of candidate examples of a shard."""
-    if "documents" not in shard:
-        starts = range(0, len(shard["tokens"]) - 1, seq_len)[:N_SHOWN]
-        return [(start, start + seq_len + 1) for start in starts]
-    if "spans" in shard:  # packed, and cut
-        return shard["spans"][:N_SEARCHED].tolist()
-    return _first_documents(shard)
-
-
-def _show_labels(ids, ignored, tokenizer):
+def _show_labels(ids, is_label, tokenizer):
     """Pieces [(text, whether it is labels)] of a document, cut around the first label."""
-    first_label = int(np.argmin(ignored))
+    first_label = int(np.argmax(is_label))
     start = max(0, first_label - SHOWN_TOKENS)
-    stop = first_label + SHOWN_TOKENS
-    # Where labels begin and end.
-    borders = np.flatnonzero(np.diff(ignored[start:stop])) + 1
-    pieces = []
-    if start:
-        pieces.append(("...", False))
+    stop = min(first_label + SHOWN_TOKENS, len(ids))
+    pieces = [("...", False)] if start else []
     shown = ""
-    for n in (*borders.tolist(), len(ignored[start:stop])):
+    # Where labels begin and end.
+    borders = np.flatnonzero(np.diff(is_label[start:stop])) + 1
+    for n in (*borders.tolist(), stop - start):
         # Decode from the beginning: some tokenizers drop the space at the start of a text.
         text = tokenizer["decode"](ids[start : start + n])
-        pieces.append((text[len(shown) :], not ignored[start + n - 1]))
+        pieces.append((text[len(shown) :], bool(is_label[start + n - 1])))
         shown = text
     if stop < len(ids):
         pieces.append(("...", False))
@@ -2284,12 +2182,22 @@ def sample_prompts(cfg, tokenizer, source=None):
     elif cfg.chat:
         question = [{"role": "user", "content": cfg.chat}]
         texts = [chat_prompt(question, None, tokenizer, f"chat {cfg.chat!r:.60}")]
-    elif cfg.prompt or not source or "prompt" not in source:
-        texts = [cfg.prompt]
     else:
+        texts = [cfg.prompt]
+    prompts = [{"text": text, "ids": prompt_ids(text, tokenizer)} for text in texts]
+    if texts == [""] and source and "prompt" in source:
         ids = _whole_characters(source["prompt"]().tolist(), tokenizer["decode"])
-        return [_make_prompt(tokenizer["decode"](ids), ids, tokenizer)]
-    return [_make_prompt(text, prompt_ids(text, tokenizer), tokenizer) for text in texts]
+        prompts = [{"text": tokenizer["decode"](ids), "ids": ids}]
+
+    # After a chat, the end of a turn is a stop, too. A chat has special tokens beside those around
+    # a document.
+    special = set(tokenizer["special_tokens"].values()) - {tokenizer["bos"], tokenizer["eos"]}
+    for prompt in prompts:
+        stops = tokenizer["stops"]
+        if special.intersection(prompt["ids"]):
+            stops = stops | turn_ends(tokenizer)
+        prompt["stops"] = sorted(stops)
+    return prompts
 
 
 def _whole_characters(ids, decode):
@@ -2302,17 +2210,6 @@ def _whole_characters(ids, decode):
         if len(ids) > 1 and decode(ids).startswith("\ufffd"):
             ids = ids[1:]
     return ids
-
-
-def _make_prompt(text, ids, tokenizer):
-    """A prompt as in `sample_prompts`. After a chat, the end of a turn is a stop, too: a chat has
-    special tokens beside those around a document.
-    """
-    stops = set(tokenizer["stops"])
-    special = set(tokenizer["special_tokens"].values()) - {tokenizer["bos"], tokenizer["eos"]}
-    if special.intersection(ids):
-        stops |= turn_ends(tokenizer)
-    return {"text": text, "ids": ids, "stops": sorted(stops)}
 
 
 def prompt_ids(text, tokenizer):
@@ -2333,10 +2230,7 @@ def read_prompts(path, tokenizer):
     file, each with "prompt", a text, or with "messages" (and "tools"), rendered by the chat
     template up to the next answer.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"prompts {path!r}: no such file; must be a text with one prompt a line, "
-                         "or .jsonl with prompt or messages in each row")
+    file, = expand([path], field="prompts")
     if _file_kind(file).endswith(JSON_FILES):
         texts = [_prompt_of_row(row, where, tokenizer) for where, row in _json_rows(file)]
     else:
@@ -2352,15 +2246,14 @@ def _prompt_of_row(row, where, tokenizer):
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise ValueError(f"{where}: must be an object with either a text 'prompt' or a list "
                          f"'messages': {str(row)[:80]}")
-    used = ()
-    text = messages_in(row.get("prompt") or row.get("messages"))
-    if not isinstance(text, str) or not text:
-        used = ("system", "tools")
-        text = chat_prompt(_with_system(text, row), row.get("tools"), tokenizer, where)
-    _check_columns(row, used, where)
-    if re.search("[\ud800-\udfff]", text):
-        raise ValueError(f"{where}: has a lone surrogate, which no text has")
-    return text
+    prompt = messages_in(row.get("prompt") or row.get("messages"))
+    if isinstance(prompt, str) and prompt:
+        _check_columns(row, (), where)
+        return prompt
+    _check_columns(row, ("system", "tools"), where)
+    if isinstance(prompt, list):
+        prompt = [*_system_messages(row), *prompt]
+    return chat_prompt(prompt, row.get("tools"), tokenizer, where)
 
 
 def chat_prompt(messages, tools, tokenizer, where):
@@ -2369,13 +2262,11 @@ def chat_prompt(messages, tools, tokenizer, where):
 
     Raises ValueError naming `where`.
     """
-    template = _require_template(tokenizer, where)
-    tools = _clean_tools(tools, template, where)
-    messages, _ = _clean_messages(messages, template["source"](tools), where)
+    messages, _, render, _ = _open_chat(messages, tools, tokenizer, where)
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"{where}: the last message is the assistant's; must be one that a sample "
                          "can answer")
-    render = partial(_render, template, tools, where, add_generation_prompt=True)
+    render = partial(render, add_generation_prompt=True)
     text = render(messages)
     _check_rendered(render, messages, text, where)
     return text
@@ -2388,51 +2279,34 @@ def turn_ends(tokenizer):
     template = _chat_template(tokenizer)
     if not template:
         return set()
-    answers = ("forty-two", "seventeen")
-    thought = "primes"
-    messages = []
-    for answer in answers:
-        messages += [{"role": "user", "content": "A number?"},
-                     {"role": "assistant", "content": answer}]
-    thoughtful = [*messages[:-1], messages[-1] | {"reasoning_content": thought}]
+    question = {"role": "user", "content": "A number?"}
+    first = {"role": "assistant", "content": "forty-two"}
+    last = {"role": "assistant", "content": "seventeen", "reasoning_content": "primes"}
     try:
-        text = template["render"](messages, None)
-        with_thought = template["render"](thoughtful, None)
+        text = template["render"]([question, first, question, last], None)
     except Exception:  # e.g. a template that needs tools; the declared ends remain
         return set()
-    after_thought = with_thought.partition(thought)[2].partition(answers[-1])[0]
-    ends = set()
-    for answer in answers:
-        after = text.partition(answer)[2].lstrip()
-        end = _special_token(after, tokenizer)
-        if end and end not in after_thought:
-            ends.add(tokenizer["special_tokens"][end])
-    return ends
+    after_thought = text.partition("primes")[2].partition("seventeen")[0]
+    ends = [_special_token(text.partition(answer["content"])[2].lstrip(), tokenizer)
+            for answer in (first, last)]
+    return {tokenizer["special_tokens"][end] for end in ends if end and end not in after_thought}
 
 
 def preview_prompt(dataset):
-    """The ids at the beginning of a sample that shows what a run has learnt: for prompts and chats,
-    a document up to its first label; else the beginning of the first evaluation row.
+    """The ids at the beginning of a sample that shows what a run has learnt: the beginning of the
+    first evaluation row; for prompts and chats up to its first label.
     """
-    T = dataset["seq_format"]["seq_len"]
-    for shard in dataset["shards"]:
-        if "ignored" not in shard:
-            continue
-        for first, last in _first_documents(shard):
-            ignored = shard["ignored"][first:last]
-            n_before = int(np.argmin(ignored)) if len(ignored) else 0
-            if 0 < n_before <= T:
-                return np.asarray(shard["tokens"][first : first + n_before])
-
-    examples, _ = eval_examples_at(0, 1, dataset["n"])
-    batch = read_sequences(dataset, examples)
-    ids = batch["tokens"][0]
+    batch = eval_batch_at(dataset, 0, 1)
+    ids, labels = batch["tokens"][0], batch["labels"][0]
     # Optional: rows with several documents. Take the longest one.
     if "segments" in batch:
         segments = batch["segments"][0]
-        lengths = np.bincount(segments[segments > 0])
-        ids = ids[segments == np.argmax(lengths)]
-    return ids[: min(PREVIEW_TOKENS, max(1, len(ids) // 2))]
+        is_longest = segments == np.bincount(segments[segments > 0]).argmax()
+        ids, labels = ids[is_longest], labels[is_longest]
+    n_before = int(np.argmax(labels != IGNORE)) + 1  # ids before the first label
+    if n_before == 1:  # text
+        n_before = min(PREVIEW_TOKENS, len(ids) // 2)
+    return ids[: max(1, n_before)]
 
 
 # ---- file formats
@@ -2458,58 +2332,36 @@ def _has_json_lines(path):
     """Whether most of the first 100 lines of a file are JSON objects, whatever its name. The others
     are errors then, not text.
     """
-    is_object = []
     with _open_utf8(path) as file:
-        for line in islice(file, 100):
-            text = line.strip().strip("[],")  # as in an array of objects
-            if text:
-                is_object.append(_is_json(text, dict))
-    return sum(is_object) > len(is_object) / 2
+        lines = [line.strip().strip("[],") for line in islice(file, 100)]  # also of an array
+    lines = [line for line in lines if line]
+    return sum(map(_is_object, lines)) > len(lines) / 2
 
 
-def _is_json(text, kind):
-    """Whether a text is a JSON value of this kind."""
-    if kind is dict and text[0] != "{":  # most text files: parse nothing
-        return False
-    try:
-        return isinstance(json.loads(text), kind)
-    except (ValueError, RecursionError):
-        return False
+def _is_object(text):
+    """Whether a text is a JSON object."""
+    if text.startswith("{"):  # of most text files, nothing is parsed
+        with contextlib.suppress(ValueError, RecursionError):
+            json.loads(text)
+            return True
+    return False
 
 
 def _json_rows(path):
-    """Yield the rows of a JSON file: one a line; or, if its first line is not a complete row, all
-    rows and arrays of rows in it.
+    """Yield the rows of a JSON file: one a line; or, if its first line is not a complete row, the
+    one value in the file, or its items if it is an array.
     """
-    is_first = True
     with _open_utf8(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            if is_first and not _is_json(line.strip(), dict):
-                yield from _json_values(line + file.read(), path, number)
-                return
-            is_first = False
-            where = f"{path} line {number}"
-            yield where, _parse_json(line, where)
-
-
-def _json_values(text, path, first_line):
-    """Yield the rows of JSON values that may span lines; an array has one row per element."""
-    decoder = json.JSONDecoder()
-    space = re.compile(r"\s*")
-    n_rows = 0
-    at = space.match(text).end()
-    while at < len(text):
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as e:
-            line = first_line + text.count("\n", 0, at)
-            raise ValueError(f"{path} line {line}: corrupted, or not JSON: {e}") from None
-        for row in value if isinstance(value, list) else [value]:
-            n_rows += 1
-            yield f"{path} row {n_rows}", row
-        at = space.match(text, end).end()
+        lines = ((i, line) for i, line in enumerate(file, 1) if line.strip())
+        number, first = next(lines, (1, "[]"))
+        if _is_object(first.strip()):
+            for i, line in chain([(number, first)], lines):
+                where = f"{path} line {i}"
+                yield where, _parse_json(line, where)
+            return
+        value = _parse_json("\n" * (number - 1) + first + file.read(), path)
+        for i, row in enumerate(value if isinstance(value, list) else [value], 1):
+            yield f"{path} row {i}", row
 
 
 def _parse_json(text, where):
@@ -2521,34 +2373,25 @@ def _parse_json(text, where):
 
 def _csv_rows(path, columns=()):
     """Yield the rows of a .csv or .tsv file as {name in the first line: text}."""
-    delimiter = "\t" if _file_kind(path).endswith(".tsv") else ","
+    is_tsv = _file_kind(path).endswith(".tsv")
     csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
     # newline "": a line may end with \r alone, as in files of classic Mac OS.
     with _open_utf8(path, newline="") as file:
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
-        line = 0  # the last one of the row before
+        reader = csv.DictReader(file, delimiter="\t" if is_tsv else ",", strict=True)
         try:
-            names = next(reader, [])
             with as_value_error(path, ValueError):
-                _known_names(names, columns)
-            line = reader.line_num
-            for values in reader:
-                first_line = line + 1
-                line = reader.line_num
-                if not values:
-                    continue
-                has_columns = len(values) == len(names)
+                _known_names(reader.fieldnames or [], columns)
+            for row in reader:
+                values = row.values()
                 # In a .tsv, quotes may be plain text: they must not join rows of one line each.
-                if delimiter == "\t" and line > first_line and len(names) > 1:
-                    parts = "\t".join(values).splitlines()
-                    has_columns &= any(part.count("\t") + 1 != len(names) for part in parts)
-                if not has_columns:
-                    raise ValueError(f"{path} line {first_line}: does not have the {len(names)} "
-                                     "columns of the first line; put quotes around a text with a "
-                                     f"line end or a {delimiter!r}, and write a quote in it twice")
-                yield f"{path} line {first_line}", dict(zip(names, values))
+                if None in row or None in values or (is_tsv and "\n" in "".join(values)):
+                    raise ValueError(f"{path} line {reader.line_num}: does not have the columns of "
+                                     "the first line; put quotes around a text with a line end or "
+                                     "a comma, and write a quote in it twice; in a .tsv, a text "
+                                     "has no line end")
+                yield f"{path} line {reader.line_num}", row
         except csv.Error as e:  # not a ValueError
-            raise ValueError(f"{path} line {line + 1}: not {delimiter!r}-separated: {e}") from None
+            raise ValueError(f"{path} line {reader.line_num}: not separated values: {e}") from None
 
 
 def _table_rows(path, columns):
@@ -2557,27 +2400,25 @@ def _table_rows(path, columns):
     Only columns that a row is read by are loaded: others may be large, or of a type that Python
     lacks.
     """
-    parquet = require("pyarrow.parquet", path)
-    ipc = require("pyarrow.ipc", path)
+    arrow = require("pyarrow", path)
     number = 0
     # ArrowInvalid is a ValueError.
-    with as_value_error(f"{path}: not a .parquet or .arrow file or a folder of datasets",
-                        OSError, KeyError, ValueError, TypeError, OverflowError):
-        for batch in _arrow_batches(path, parquet, ipc):
+    with as_value_error(f"{path}: not a .parquet or .arrow file or a folder of datasets", OSError,
+                        KeyError, ValueError, TypeError, OverflowError, AttributeError):
+        for batch in _arrow_batches(path):
             batch = batch.select(_known_names(batch.schema.names, columns))
-            types = {field.name: field.type for field in batch.schema}
+            row_type = arrow.struct(batch.schema)
             for row in batch.to_pylist():
                 number += 1
-                plain = {name: _plain_value(x, types[name]) for name, x in row.items()}
-                yield f"{path} row {number}", plain
+                yield f"{path} row {number}", _plain_value(row, row_type)
 
 
 def known_columns(columns):
     """The names of the columns that rows are read by. columns: see `rows_in`."""
     if columns:
         return {entry.partition("=")[2] for entry in columns}
-    names = ("prompt", "chosen", "rejected", *OPTIONAL_COLUMNS, *UNREAD_COLUMNS)
-    return set(names).union(*FORMS.values())
+    names = {"prompt", "chosen", "rejected", *OPTIONAL_COLUMNS, *UNREAD_COLUMNS}
+    return names.union(*FORMS.values())
 
 
 def _known_names(names, columns):
@@ -2588,9 +2429,8 @@ def _known_names(names, columns):
         raise ValueError(f"two columns have one name, of {', '.join(kept)}")
     if not kept:
         wanted = known if columns else [form[0] for form in FORMS.values()]
-        raise ValueError(f"no column is {', '.join(wanted)}; the file has "
-                         f"{', '.join(names) or 'no columns'}. Name one as in --columns "
-                         "text=content")
+        raise ValueError(f"no column is {', '.join(wanted)}; the file has {', '.join(names)}. Name "
+                         "one as in --columns text=content")
     return kept
 
 
@@ -2600,45 +2440,33 @@ def _plain_value(value, arrow_type):
     Arrow gives all structs of a column the same fields, null where a row had none: these are
     dropped. JSON that the datasets library has stored as text is parsed.
     """
-    if getattr(arrow_type, "extension_name", "") == "arrow.json":
-        return None if value is None else json.loads(value)
+    if value is not None and getattr(arrow_type, "extension_name", "") == "arrow.json":
+        return json.loads(value)
     if isinstance(value, dict):
-        fields = {}
-        for i in range(arrow_type.num_fields):
-            field = arrow_type.field(i)
-            if value[field.name] is not None:
-                fields[field.name] = _plain_value(value[field.name], field.type)
-        return fields
-    if isinstance(value, list) and hasattr(arrow_type, "item_type"):  # a map, as pairs
-        return {key: _plain_value(x, arrow_type.item_type) for key, x in value}
-    if isinstance(value, list) and hasattr(arrow_type, "value_type"):
+        return {field.name: _plain_value(value[field.name], field.type)
+                for field in arrow_type if value[field.name] is not None}
+    if isinstance(value, list):  # of a map: it has no value_type, and is refused
         return [_plain_value(x, arrow_type.value_type) for x in value]
     return value
 
 
-def _arrow_batches(path, parquet, ipc):
+def _arrow_batches(path):
+    """Yield the batches of a table."""
+    arrow = require("pyarrow", path)
     if path.is_dir():
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        for data_file in state["_data_files"]:
-            yield from _ipc_batches(path / data_file["filename"], ipc)
-    elif path.name.lower().endswith(".arrow"):
-        yield from _ipc_batches(path, ipc)
+        for file in state["_data_files"]:
+            yield from _arrow_batches(path / file["filename"])
+    elif path.name.lower().endswith(".parquet"):
+        yield from require("pyarrow.parquet", path).ParquetFile(path).iter_batches()
     else:
-        yield from parquet.ParquetFile(path).iter_batches()
-
-
-def _ipc_batches(path, ipc):
-    """Yield the batches of a file in Arrow's format of streams, or in that of files."""
-    with open(path, "rb") as file:
-        is_file_format = file.read(6) == b"ARROW1"
-    if is_file_format:
-        reader = ipc.open_file(str(path))
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-    else:
-        batches = ipc.open_stream(str(path))
-    for batch in batches:
-        batch.validate(full=True)  # reading a corrupted one could end the process
-        yield batch
+        # Arrow's format of files begins with its name; the other format is that of streams.
+        file = arrow.memory_map(str(path))
+        open_batches = arrow.ipc.open_file if file.read(6) == b"ARROW1" else arrow.ipc.open_stream
+        file.seek(0)
+        for batch in open_batches(file).read_all().to_batches():
+            batch.validate(full=True)  # reading a corrupted one could end the process
+            yield batch
 
 
 # Names of the split for validation; the first name found is used.
@@ -2647,33 +2475,17 @@ VAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
 
 def _choose_split(folder, field):
     """The split of a DatasetDict's folder: for training "train", for val_data another."""
-    names = ("train",)
-    if field.startswith("val_data"):  # a set with a name is the field "val_data NAME"
-        names = VAL_SPLITS
-    for name in names:
-        if os.path.isdir(os.path.join(folder, name)):
-            return os.path.join(folder, name)
+    # A set with a name is the field "val_data NAME".
+    names = VAL_SPLITS if field.startswith("val_data") else ("train",)
     splits = sorted(path.parent.name for path in Path(folder).glob("*/state.json"))
+    for name in names:
+        if name in splits:
+            return os.path.join(folder, name)
     raise ValueError(f"{field} {folder!r}: has the splits {', '.join(splits)}, none of which is "
                      f"{' or '.join(names)}; name one, as in {folder}/SPLIT")
 
 
 # ---- rows from Python
-
-def fields_of_splits(splits):
-    """The splits to use of a dict such as a DatasetDict: {"data": name, "val_data": name}.
-    "val_data" is missing without a split for validation.
-    """
-    if "train" not in splits:
-        names = ", ".join(map(repr, splits)) or "no keys"
-        raise ValueError(f"data: has {names}; must be rows, or a dict of rows by split, with "
-                         "'train' and, for validation, 'validation' or 'test'")
-    fields = {"data": "train"}
-    for name in reversed(VAL_SPLITS):
-        if name in splits:
-            fields["val_data"] = name
-    return fields
-
 
 def write_rows(folder, name, rows, columns=()):
     """Write the columns of rows that are read as a .jsonl file; return its path.
@@ -2684,44 +2496,29 @@ def write_rows(folder, name, rows, columns=()):
     is_from_arrow = hasattr(rows, "features")  # of Hugging Face: null stands for a missing field
     if not hasattr(rows, "__iter__") and hasattr(rows, "__getitem__"):
         rows = map(rows.__getitem__, range(len(rows)))
-    if isinstance(rows, str | bytes) or not hasattr(rows, "__iter__"):
-        raise ValueError(f"data: {name} is {rows!r:.80}; must be rows: dicts in an iterable, or by "
-                         "index. Files are named in data and val_data of the config")
     known = known_columns(columns)
+    folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{name}.{os.getpid()}.partial"
     digest = hashlib.sha256()
-    number = 0
     try:
-        with as_value_error(f"data: cannot be written to {folder}", OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb") as file:
-                for number, row in enumerate(rows, 1):
-                    line = _row_as_json(row, known, is_from_arrow, f"data: {name} row {number}")
-                    digest.update(line)
-                    file.write(line)
-            if not number:
-                raise ValueError(f"data: {name} has no row")
-            path = folder / f"{name}-{digest.hexdigest()[:16]}.jsonl"
-            # An unchanged file keeps its time, which is part of its key in the token cache.
-            if not path.exists() or path.stat().st_size != temporary.stat().st_size:
-                temporary.replace(path)
+        with open(temporary, "wb") as file:
+            for number, row in enumerate(rows, 1):
+                with as_value_error(f"data: {name} row {number}: not a dict that JSON can hold",
+                                    AttributeError, TypeError, ValueError):
+                    kept = {column: x for column, x in row.items() if column in known}
+                    if is_from_arrow:
+                        kept = _without_nulls(kept)
+                    # Without a known column, the reader names those that the row has.
+                    line = json.dumps(kept or row, default=_as_json).encode() + b"\n"
+                digest.update(line)
+                file.write(line)
+        path = folder / f"{name}-{digest.hexdigest()[:16]}.jsonl"
+        # An unchanged file keeps its time, which is part of its key in the token cache.
+        if not path.exists():
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     return str(path)
-
-
-def _row_as_json(row, known, is_from_arrow, where):
-    """The line of a .jsonl file with the known columns of a row."""
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: is {type(row).__name__}; must be a dict, as {{'text': ...}}")
-    kept = {name: x for name, x in row.items() if name in known}
-    if not kept:
-        raise ValueError(f"{where}: has no known column, but {', '.join(map(str, row))}; name one "
-                         "as in --columns text=content")
-    if is_from_arrow:
-        kept = _without_nulls(kept)
-    with as_value_error(where, TypeError, ValueError):
-        return json.dumps(kept, default=_as_json).encode() + b"\n"
 
 
 def _without_nulls(value):
@@ -2734,12 +2531,9 @@ def _without_nulls(value):
 
 
 def _as_json(value):
-    """The list or number in an array or scalar of NumPy, pandas or Arrow."""
-    if hasattr(value, "as_py"):
-        return _without_nulls(value.as_py())
-    if hasattr(value, "tolist"):
-        return _without_nulls(value.tolist())
-    raise TypeError(f"{value!r:.80} ({type(value).__name__}) has no form in JSON")
+    """The list or number in an array or scalar of Arrow, NumPy or pandas."""
+    to_python = value.as_py if hasattr(value, "as_py") else value.tolist
+    return _without_nulls(to_python())
 
 
 # ---- tokenizers

@@ -2256,7 +2256,13 @@ def write_rows(cfg, given):
     that the command line can resume the run. given: see `main`.
     """
     splits = given if isinstance(given, dict) else {"train": given}
-    fields = data.fields_of_splits(splits)
+    if "train" not in splits:
+        raise ValueError(f"data: has {', '.join(map(repr, splits))}; must be rows, or a dict of "
+                         "rows by split, with 'train' and perhaps 'validation' or 'test'")
+    fields = {"data": "train"}
+    val_splits = [name for name in data.VAL_SPLITS if name in splits]
+    if val_splits:
+        fields["val_data"] = val_splits[0]
     taken = [name for name in fields if getattr(cfg, name)]
     if taken:
         raise ValueError(f"data: rows cannot be used together with {', '.join(taken)} of the "
