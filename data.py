@@ -2391,7 +2391,7 @@ def _csv_rows(path, columns=()):
                                      "has no line end")
                 yield f"{path} line {reader.line_num}", row
         except csv.Error as e:  # not a ValueError
-            raise ValueError(f"{path} line {reader.line_num}: not separated values: {e}") from None
+            raise ValueError(f"{path} after line {reader.line_num}: not separated: {e}") from None
 
 
 def _table_rows(path, columns):

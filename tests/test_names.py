@@ -138,7 +138,7 @@ JUMPS = {
     "data.py": {
         "mixtures": ["_describe_mixture", "_mixture_examples", "mix"],
         "document mask": ["_add_document_mask"],
-        "packing": ["_cut_documents", "_describe_packing", "_pack_shards", "_packed_batch"],
+        "packing": ["_cut_documents", "_describe_packing", "_pack_shard", "_packed_batch"],
         "token files": ["_open_token_files"],
         "prompts of samples": ["preview_prompt"],
         "rows of token ids": ["_read_ids"],

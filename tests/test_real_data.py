@@ -211,7 +211,7 @@ def write_rows(path, rows):
     return path
 
 
-def tokenized(path, tokenizer, tmp_path, columns=(), **seq_format):
+def tokenized(path, tokenizer, tmp_path, columns=()):
     """The shard of a file, and its documents as [(ids, is label)]."""
     shard = data.tokenize_files([path], tokenizer, tmp_path / "cache", columns)
     documents = []
@@ -224,38 +224,9 @@ def tokenized(path, tokenizer, tmp_path, columns=(), **seq_format):
     return shard, documents
 
 
-def shown(ids, is_label, tokenizer):
-    """The text of a document, labels in brackets: for messages."""
-    return data._show_labels(np.array(ids), np.array(is_label), tokenizer)
-
-
-@pytest.mark.parametrize("name", CONVERSATIONS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_labels_are_those_of_transformers(family, name, tmp_path):
-    """Without marks in the template the labels are those that transformers takes from its marks.
-
-    Break: data.py: n_ending = len(token) => pass
-    """
-    transformers = pytest.importorskip("transformers")
-    messages = CONVERSATIONS[name]
-    if family == "gemma" and name == "tools":
-        messages = CONVERSATIONS["thoughts"][:3]  # its template refuses tools
-    template = FAMILIES[family]
-    messages = rendered_keys(messages, template)
-    tok = make_bpe()
-    folder = save_folder(tmp_path / "t", re.sub("{% (end)?generation %}", "", template), tok,
-                         bos_token="<s>")
-    library = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tok, eos_token="<|endoftext|>", bos_token="<s>", chat_template=template)
-    wanted = library.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True)
-
-    tokenizer = data.make_tokenizer(folder)
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages}])
-    _, ((ids, is_label),) = tokenized(path, tokenizer, tmp_path)
-    assert ids == wanted["input_ids"]
-    mask = [bool(x) for x in wanted["assistant_masks"]]
-    assert is_label == mask, (shown(ids, is_label, tokenizer), shown(ids, mask, tokenizer))
+def labels_in(ids, is_label, tokenizer):
+    """The text of the labels."""
+    return tokenizer["decode"]([i for i, on in zip(ids, is_label) if on])
 
 
 def random_text(rng, words, n_words=4):
@@ -281,39 +252,49 @@ def random_conversation(rng, with_tools):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_other_role_is_labelled(family, tmp_path):
-    """In random conversations no token outside the answers becomes a label, but for white space
-    after an answer. A conversation that cannot be decided is refused, which is rare.
+def test_labels_are_those_of_transformers(family, tmp_path):
+    """Without marks in the template the labels are those that transformers takes from its marks. In
+    random conversations no token outside the answers becomes a label, but for white space after an
+    answer; those that cannot be decided are refused, which is rare.
 
-    Break: data.py: first = before.rfind(header) => first = before.find(header)
+    Break: data.py: n_ending = len(token) => pass
     """
     transformers = pytest.importorskip("transformers")
-    rng = random.Random(family)
     template = FAMILIES[family]
     tok = make_bpe()
-    folder = save_folder(tmp_path / "t", re.sub("{% (end)?generation %}", "", template), tok,
-                         bos_token="<s>")
-    tokenizer = data.make_tokenizer(folder)
+    tokenizer = data.make_tokenizer(save_folder(
+        tmp_path / "t", re.sub("{% (end)?generation %}", "", template), tok, bos_token="<s>"))
     library = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tok, eos_token="<|endoftext|>", bos_token="<s>", chat_template=template)
-    n_refused = 0
-    n_labels = 0
-    for _ in range(60):
-        messages = random_conversation(rng, with_tools=family != "gemma")
+
+    def labels(messages):
+        """Ids of a conversation, which are labels, and which are by transformers."""
         messages = rendered_keys(messages, template)
         wanted = library.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True)
+        example = data.read_example({"messages": messages}, "row", tokenizer)
+        (ids, ignored), = data.encode_examples([example], tokenizer)
+        assert ids.tolist() == wanted["input_ids"]
+        return ids, np.asarray(ignored) == 0, np.array(wanted["assistant_masks"]) == 1
+
+    for name, messages in CONVERSATIONS.items():
+        if (family, name) != ("gemma", "tools"):  # its template refuses tools
+            ids, is_label, mask = labels(messages)
+            assert is_label.tolist() == mask.tolist(), (
+                name, data._show_labels(ids, is_label, tokenizer))
+
+    rng = random.Random(family)
+    n_refused, n_labels = 0, 0
+    for _ in range(60):
+        messages = random_conversation(rng, with_tools=family != "gemma")
         try:
-            example = data.read_example({"messages": messages}, "row", tokenizer)
+            ids, is_label, mask = labels(messages)
         except ValueError as e:
             assert "cannot determine which characters" in str(e)
             n_refused += 1
             continue
-        (ids, ignored), = data.encode_examples([example], tokenizer)
-        assert ids.tolist() == wanted["input_ids"]
-        is_label = np.asarray(ignored) == 0
-        extra = ids[is_label & (np.array(wanted["assistant_masks"]) == 0)]
-        assert not tokenizer["decode"](extra).strip(), shown(ids, is_label, tokenizer)
+        extra = tokenizer["decode"](ids[is_label & ~mask])
+        assert not extra.strip(), data._show_labels(ids, is_label, tokenizer)
         n_labels += is_label.sum()
     assert n_refused <= 6 and n_labels > 500
 
@@ -323,51 +304,35 @@ def test_no_other_role_is_labelled(family, tmp_path):
 TEXTS = [{"text": "one two"}, {"text": "drei\nvier"}]
 LINES = "".join(json.dumps(row) + "\n" for row in TEXTS)
 BOTH = ["one two", "drei\nvier"]
-TOO_FEW = "does not have the columns of the first line"
 
 # {case: (name of the file, its bytes, --columns, the texts or a part of the error)}
 FILES = {
     "ndjson": ("a.ndjson", LINES, (), BOTH),
-    "jsonlines": ("a.jsonlines", LINES, (), BOTH),
-    "jl": ("a.JL", LINES, (), BOTH),
-    "lines of JSON in a text file": ("a.txt", LINES, (), BOTH),
     "lines of JSON without a suffix": ("a", "\n" + LINES, (), BOTH),
     "one line is not JSON": ("a.txt", LINES + "{x\n", (), "line 3: corrupted, or not JSON"),
     "the first line is not JSON": ("a", "\n{x\n" + LINES, (), "or not JSON: Expecting property "
                                    "name enclosed in double quotes: line 2 column 2"),
     "an array without a suffix": ("a", json.dumps(TEXTS).replace(", {", ",\n{"), (), BOTH),
     "a line is a number": ("a.txt", '{"text": "a"}\n7\n', (), ['{"text": "a"}\n7\n']),
-    "objects without a text": ("a.log", '{"event": "a"}\n', (), "it has event (str)"),
     "pretty": ("a.json", json.dumps(TEXTS[1], indent=2), (), BOTH[1:]),
     "pretty, many": ("a.json", "\n".join(json.dumps(row, indent=1) for row in TEXTS), (),
                      "corrupted, or not JSON: Extra data: line 4"),
-    "pretty .jsonl": ("a.jsonl", json.dumps(TEXTS[0], indent=1), (), BOTH[:1]),
     "an array": ("a.json", json.dumps(TEXTS, indent=4), (), BOTH),
-    "an array on one line": ("a.jsonl", json.dumps(TEXTS), (), BOTH),
     "cut JSON": ("a.json", '{"text":\n "one', (), "corrupted, or not JSON: Unterminated"),
     "csv": ("a.csv", 'id,text\n1,one two\n2,"drei\nvier"\n', (), BOTH),
-    "csv of Windows": ("a.csv", b"\xef\xbb\xbftext\r\none two\r\n", (), BOTH[:1]),
-    "csv with too many": ("a.csv", "id,text\n1,one, two\n", (), "line 2: " + TOO_FEW),
-    "csv with too few": ("a.csv", "id,text\n1\n", (), TOO_FEW),
-    "csv, an open quote": ("a.csv", 'id,text\n1,"one\n', (), "not separated values"),
-    "csv, an open quote in the first line": ("a.csv", 'id,"text\n1,one\n', (), "not separated values"),
+    "csv with too many": ("a.csv", "id,text\n1,one, two\n", (), "line 2: does not have the co"),
+    "csv, an open quote": ("a.csv", 'id,"text\n1,one\n', (), "after line 0: not separated: "),
     "csv of old Macs": ("a.csv", "id,text\r1,one two\r\r2,\"drei\nvier\"", (), BOTH),
     "csv of other columns": ("a.csv", "id,body\n1,one two\n", (), "the file has id, body"),
     "tsv, quotes that are characters": ("a.tsv", 'text\tid\n"one\t1\ntwo"\t2\n', (),
-                                        "line 3: " + TOO_FEW),
-    "a named column": ("a.csv", "id,body\n1,one two\n", ("text=body",), BOTH[:1]),
-    "tsv": ("a.tsv", "text\tid\none two\t1\n", (), BOTH[:1]),
+                                        "line 3: does not have the columns"),
     "csv.gz": ("a.csv.gz", gzip.compress(b"text\none two\n"), (), BOTH[:1]),
     "members of gzip": ("a.jsonl.gz", b"".join(
         gzip.compress(line.encode()) for line in LINES.splitlines(True)), (), BOTH),
     "a long cell": ("a.csv", "text\n" + "word " * 50000 + "\n", (), ["word " * 50000]),
-    "a byte order mark": ("a.jsonl", b"\xef\xbb\xbf" + LINES.encode(), (), BOTH),
-    "lines of Windows": ("a.jsonl", LINES.replace("\n", "\r\n"), (), BOTH),
     "text of Windows": ("a.txt", "one\r\ntwo\r\n", (), ["one\r\ntwo\r\n"]),
     "UTF-16": ("a.txt", "one two".encode("utf-16"), (), "not UTF-8"),
-    "Latin-1": ("a.csv", "text\nf\xfcnf\n".encode("latin-1"), (), "not UTF-8"),
     "a null text": ("a.jsonl", '{"text": null}\n', (), "it has text (NoneType)"),
-    "a text of numbers": ("a.jsonl", '{"text": 7}\n', (), "it has text (int)"),
     "a missing column": ("a.jsonl", LINES, ("text=body",),
                          "has no column 'body', which --columns text=body names; it has text"),
     "an unused column": ("a.jsonl", '{"text": "a", "body": "one two"}', ("text=body",), BOTH[:1]),
@@ -376,12 +341,9 @@ FILES = {
     "of two forms the text": ("a.jsonl", '{"text": "one two", "prompt": "a", "completion": "b"}\n',
                               ("text=text",), BOTH[:1]),
     "a csv with one name twice": ("a.csv", "text,text\na,b\n", (), "two columns have one name"),
-    "an upper-case suffix": ("a.jsonl.GZ", gzip.compress(LINES.encode()), (), BOTH),
-    "a row that is a list": ("a.jsonl", '[["one"]]', (), "['one']\" is not an object with fields"),
     "a tools column that no row has": (
         "a.jsonl", LINES, ("text=text", "tools=functoins"), "no row has the column of --columns "
         "tools=functoins"),
-    "a prompt beside a text": ("a.jsonl", '{"text": "one two", "prompt": "a"}\n', (), BOTH[:1]),
 }
 
 
@@ -426,7 +388,7 @@ def tool_rows():
 
 
 def as_arrow_json(rows):
-    """A table as datasets 5 writes one: messages and properties are JSON as text."""
+    """A table as datasets 5 writes one: messages and parameters are JSON as text."""
     arrow = pytest.importorskip("pyarrow")
     if not hasattr(arrow, "json_"):
         pytest.skip("this pyarrow has no type for JSON")
@@ -439,58 +401,48 @@ def as_arrow_json(rows):
         ends = np.cumsum([0, *(len(row[column]) for row in rows)])
         return arrow.ListArray.from_arrays(arrow.array(ends, arrow.int32()), flat)
 
-    messages = [message for row in rows for message in row["messages"]]
     functions = [tool["function"] for row in rows for tool in row["tools"]]
-    schemas = [function["parameters"] for function in functions]
-    schemas = arrow.StructArray.from_arrays(
-        [arrow.array([schema["type"] for schema in schemas]),
-         json_array([schema["properties"] for schema in schemas])], ["type", "properties"])
     functions = arrow.StructArray.from_arrays(
-        [arrow.array([function["name"] for function in functions]), schemas],
-        ["name", "parameters"])
+        [arrow.array([function["name"] for function in functions]),
+         json_array([function["parameters"] for function in functions])], ["name", "parameters"])
     tools = arrow.StructArray.from_arrays(
         [arrow.array(["function"] * len(functions)), functions], ["type", "function"])
+    messages = [message for row in rows for message in row["messages"]]
     return arrow.table({"messages": lists("messages", json_array(messages)),
                         "tools": lists("tools", tools)})
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "JSON in parquet", "text in .jsonl"])
-def test_tools_in_tables(kind, tmp_path):
-    """Rows with tools have the same tokens in a table as in .jsonl: those of transformers.
+def test_tools_in_tables(tmp_path):
+    """Rows with tools have the same tokens in a table, and as JSON texts in .jsonl, as
+    transformers gives them.
 
-    Break: data.py: if value[field.name] is not None: => if True:
+    Break: data.py: for field in arrow_type if value[field.name] is not None} =>
+    for field in arrow_type}
     """
     transformers = pytest.importorskip("transformers")
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = tool_rows()
-    if kind == "parquet":
-        path = tmp_path / "a.parquet"
-        parquet.write_table(arrow.Table.from_pylist(rows), path)
-    elif kind == "JSON in parquet":
-        path = tmp_path / "a.parquet"
-        parquet.write_table(as_arrow_json(rows), path)
-    elif kind == "arrow":
-        path = tmp_path / "a.arrow"
-        table = arrow.Table.from_pylist(rows)
-        with arrow.ipc.new_stream(path, table.schema) as stream:
-            stream.write_table(table)
-    else:
-        path = write_rows(tmp_path / "a.jsonl", [
-            {"messages": json.dumps(row["messages"]), "tools": json.dumps(row["tools"])}
-            for row in rows])
+    table = arrow.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "a.parquet")
+    parquet.write_table(as_arrow_json(rows), tmp_path / "json.parquet")
+    write_stream(tmp_path / "a.arrow", table, arrow.ipc.new_stream)
+    write_rows(tmp_path / "a.jsonl", [
+        {name: json.dumps(value) for name, value in row.items()} for row in rows])
     tok = make_bpe()
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", TOOLS_TEMPLATE, tok))
     library = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tok, chat_template=TOOLS_TEMPLATE)
-    _, documents = tokenized(path, tokenizer, tmp_path)
-    for row, (ids, is_label) in zip(rows, documents, strict=True):
-        messages = [row["messages"][0], row["messages"][1] | {"content": ""}]
-        assert ids == library.apply_chat_template(
-            messages, tools=row["tools"], return_dict=True)["input_ids"]
-        call = json.dumps(row["messages"][1]["tool_calls"][0]["function"])
-        labels = tokenizer["decode"]([i for i, on in zip(ids, is_label) if on])
-        assert labels == f"<tool_call>{call}</tool_call><|im_end|>"
+    for name in ("a.parquet", "json.parquet", "a.arrow", "a.jsonl"):
+        _, documents = tokenized(tmp_path / name, tokenizer, tmp_path)
+        for row, (ids, is_label) in zip(rows, documents, strict=True):
+            question, answer = row["messages"]
+            assert ids == library.apply_chat_template(
+                [question, answer | {"content": ""}], tools=row["tools"],
+                return_dict=True)["input_ids"], name
+            call = json.dumps(answer["tool_calls"][0]["function"])
+            assert labels_in(ids, is_label, tokenizer) == (
+                f"<tool_call>{call}</tool_call><|im_end|>"), name
 
 
 def write_stream(path, table, write):
@@ -499,51 +451,43 @@ def write_stream(path, table, write):
     return path
 
 
-@pytest.mark.parametrize("case", [
-    "the format of files", "other columns", "map", "corrupted", "no known column", "twice"])
-def test_tables(case, tmp_path):
-    """Tables of all formats are read by the columns that are known; a corrupted one is an error.
+def test_tables(tmp_path):
+    """Tables of both formats of Arrow and of Parquet are read by the columns that are known. A
+    table without one, with two of one name, or with a map is an error; and a corrupted one, whose
+    offsets would end the process.
 
     Break: data.py: batch.validate(full=True) => pass
     """
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    tokenizer = data.make_tokenizer("bytes")
     table = arrow.table({"text": ["one two", "three"] * 20})
-    if case == "the format of files":
-        path = write_stream(tmp_path / "a.arrow", table, arrow.ipc.new_file)
-    elif case == "other columns":  # of which Python has no values
-        far = arrow.array([2**62] * 40, arrow.timestamp("us"))
-        parquet.write_table(table.append_column("at", far), path := tmp_path / "a.parquet")
-    elif case == "map":
-        call = {"function": {"name": "f", "arguments": [("of", "low")]}}
-        arguments = arrow.map_(arrow.string(), arrow.string())
-        function = arrow.struct([("name", arrow.string()), ("arguments", arguments)])
-        value = data._plain_value(call, arrow.struct([("function", function)]))
-        assert value == {"function": {"name": "f", "arguments": {"of": "low"}}}
-        return
-    elif case == "corrupted":
-        path = write_stream(tmp_path / "a.arrow", table, arrow.ipc.new_stream)
-        content = path.read_bytes()
-        at = content.index(np.array([0, 7, 12], np.int32).tobytes())
-        path.write_bytes(content[: at + 4] + b"\xff\xff\xff\x7f" + content[at + 8 :])
-    elif case == "no known column":
-        parquet.write_table(table.rename_columns(["body"]), path := tmp_path / "a.parquet")
-    else:
-        both = arrow.Table.from_arrays([table["text"]] * 2, ["text"] * 2)
-        path = write_stream(tmp_path / "a.arrow", both, arrow.ipc.new_stream)
-    words = {"corrupted": "offset", "no known column": "the file has body. Name one as in",
-             "twice": "two columns have one name"}.get(case)
-    if words:
-        code = ("import sys, data\ntry:\n    list(data.rows_in(data.Path(sys.argv[1]), -1))\n"
-                "except ValueError as e:\n    print(e)\n")
-        run = subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, capture_output=True,
-                             text=True)
-        assert run.returncode == 0, run.stderr
-        assert str(path) in run.stdout and words in run.stdout
-        return
-    _, documents = tokenized(path, tokenizer, tmp_path)
-    assert [bytes(ids).strip(b"\0").decode() for ids, _ in documents] == ["one two", "three"] * 20
+    write_stream(tmp_path / "file.arrow", table, arrow.ipc.new_file)
+    far = arrow.array([2**62] * 40, arrow.timestamp("us"))  # Python has no value for it
+    parquet.write_table(table.append_column("at", far), tmp_path / "other.parquet")
+    for name in ("file.arrow", "other.parquet"):
+        _, documents = tokenized(tmp_path / name, data.make_tokenizer("bytes"), tmp_path)
+        texts = [bytes(ids).strip(b"\0").decode() for ids, _ in documents]
+        assert texts == ["one two", "three"] * 20
+
+    twice = arrow.Table.from_arrays([table["text"]] * 2, ["text"] * 2)
+    tools = arrow.array([[("of", "low")]], arrow.map_(arrow.string(), arrow.string()))
+    for wrong, words in (
+            (table.rename_columns(["body"]), "the file has body. Name one as in"),
+            (twice, "two columns have one name"), (arrow.table({"tools": tools}), "value_type")):
+        path = write_stream(tmp_path / "wrong.arrow", wrong, arrow.ipc.new_stream)
+        with pytest.raises(ValueError, match=f"wrong.arrow.*{words}"):
+            [*data.rows_in(path, -1)]
+
+    path = write_stream(tmp_path / "a.arrow", table, arrow.ipc.new_stream)
+    content = path.read_bytes()
+    at = content.index(np.array([0, 7, 12], np.int32).tobytes())
+    path.write_bytes(content[: at + 4] + b"\xff\xff\xff\x7f" + content[at + 8 :])
+    code = ("import sys, data\ntry:\n    list(data.rows_in(data.Path(sys.argv[1]), -1))\n"
+            "except ValueError as e:\n    print(e)\n")
+    run = subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, capture_output=True,
+                         text=True)
+    assert run.returncode == 0, run.stderr
+    assert str(path) in run.stdout and "offset" in run.stdout
 
 
 # ---- rows of chats
@@ -563,17 +507,12 @@ CHAT_ROWS = {
         {"type": "text", "text": "a"}, {"type": "text", "text": "b"}])]}, "ab<|im_end|>"),
     "an image": ({"messages": [said("user", [{"type": "image"}]), said("assistant", "a")]},
                  "message 1: content is"),
-    "a part that is a text": ({"messages": [USER, said("assistant", ["a"])]}, "message 2: content"),
     "null": ({"messages": [USER, said("assistant", None)]}, "message 2: content is 'None'"),
-    "missing": ({"messages": [USER, {"role": "assistant"}]}, "message 2: content is 'None'"),
     "a number": ({"messages": [USER, said("assistant", 5)]}, "message 2: content is '5' (int)"),
-    "an object": ({"messages": [USER, said("assistant", {"a": 1})]}, "message 2: content is"),
     "no messages": ({"messages": []}, "has no list of messages"),
-    "a text instead of a list": ({"messages": '"hi"'}, "has no list of messages"),
+    "a text instead of a list": ({"messages": '"hi"'}, "message 1 must have a role of"),
     "an answer first": ({"messages": [said("assistant", "a")]},
                         "message 1 must have a role of system, developer, user: "),
-    "no role": ({"messages": [USER, {"content": "a"}]},
-                "message 2 must have a role of system, developer, user, assistant, tool: "),
     "weight 0": ({"messages": [USER, said("assistant", "a", weight=0), USER,
                                said("assistant", "b", weight=1)]}, "b<|im_end|>"),
     "weight 0 of a question": ({"messages": [USER | {"weight": 0}, said("assistant", "a")]},
@@ -582,10 +521,8 @@ CHAT_ROWS = {
                                "message 1: weight is 1; must be 0"),
     "weight 0.5": ({"messages": [USER, said("assistant", "a", weight=0.5)]},
                    "message 2: weight is 0.5; must be 0, or 1"),
-    "train": ({"messages": [USER, said("assistant", "a", train=False)]},
-              "message 2: train is not known to the chat template"),
     "loss_mask": ({"messages": [USER, said("assistant", "a", loss_mask=0)]},
-                  "message 2: loss_mask is not known to the chat"),
+                  "message 2: loss_mask is not known to the chat template"),
     "a zero byte": ({"messages": [USER, said("assistant", "a\0")]}, "has a zero byte"),
     "half a character": ({"messages": [said("user", "\ud83d"), said("assistant", "a")]},
                          "has a zero byte or a lone surrogate"),
@@ -593,20 +530,13 @@ CHAT_ROWS = {
         {"from": "system", "value": "be"}, {"from": "human", "value": "low"},
         {"from": "gpt", "value": "a"}, {"from": "human", "value": "low"},
         {"from": "gpt", "value": "b"}]}, "a<|im_end|>b<|im_end|>"),
-    "ShareGPT with a system text": ({"system": "be", "conversations": [
-        {"from": "human", "value": "low"}, {"from": "gpt", "value": "a"}]}, "a<|im_end|>"),
-    "an unknown role of ShareGPT": ({"conversations": [{"from": "robot", "value": "a"}]},
-                                    "message 1 must have a role of"),
-    "ShareGPT by roles": ({"conversations": [USER, said("assistant", "a")]}, "a<|im_end|>"),
     "Alpaca": ({"instruction": "low", "input": "er", "output": "a"}, "a<|im_end|>"),
     "Alpaca with a history": ({"instruction": "low", "output": "a", "history": [["b", "c"]]},
                               "no token would hold the column history"),
     "prompt and completion": ({"prompt": [USER, said("assistant", "b"), USER],
                                "completion": [said("assistant", "a")]}, "a<|im_end|>"),
     "a prompt of text, messages after it": ({"prompt": "a", "completion": [said("user", "b")]},
-                                            "prompt is 'a'; must be a text or a list"),
-    "a prompt of messages, a text after it": ({"prompt": [USER], "completion": "b"},
-                                              "completion is 'b'; must be a text or a list"),
+                                            "message 1 must have a role of"),
     "ShareGPT in a prompt": ({
         "prompt": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "old"},
                    {"from": "human", "value": "q"}],
@@ -618,11 +548,8 @@ CHAT_ROWS = {
                               "message 1 must have a role of"),
     "tool_calls that are no list": (
         {"messages": [USER, said("assistant", "", tool_calls={"a": 1})]}, "message 2: tool_calls"),
-    "a number in Alpaca": ({"instruction": "low", "input": 5, "output": "a"},
-                           "input: content is '5' (int)"),
     "Alpaca without an input": ({"instruction": "low", "input": math.nan, "output": "a"},
                                 "a<|im_end|>"),
-    "an empty history": ({"instruction": "low", "history": "[]", "output": "a"}, "a<|im_end|>"),
     "the markers themselves": ({"messages": [
         said("user", "\uf8ff low"), said("assistant", "\uf8fea\uf8ff")]},
         "\uf8fea\uf8ff<|im_end|>"),
@@ -636,74 +563,80 @@ CHAT_ROWS = {
             [{"name": "f", "arguments": ""}]))]}, "f{}<|im_end|>"),
     "a name of a user": ({"messages": [USER | {"name": "Ann"}, said("assistant", "a")]},
                          "message 1: the chat template does not render its name"),
-    "function_call": ({"messages": [USER, said("assistant", None, function_call={"name": "f"})]},
-                      "message 2: function_call is not known to the chat template"),
     "a thought": ({"messages": [USER, said("assistant", "a", reasoning_content="b")]},
                   "message 2: reasoning_content is not known to the chat template"),
     "ids and empty keys of messages": ({"messages": [USER | {"id": "1", "tool_calls": []}, said(
         "assistant", "a", id="2", refusal=None, annotations=[], audio={})]}, "a<|im_end|>"),
     "metadata of a row": ({"messages": [USER, said("assistant", "a")], "id": 1, "source": "b",
                            "url": "c", "timestamp": "d", "weight": math.nan}, "a<|im_end|>"),
-    "functions of a row": ({"messages": [USER, said("assistant", "a")], "functions": [TOOL]},
-                           "no token would hold the column functions"),
     "system in parts": ({"messages": [USER, said("assistant", "a")],
                          "system": [{"type": "text", "text": "be"}]}, "a<|im_end|>"),
     "a system that is a number": ({"messages": [USER, said("assistant", "a")], "system": 7},
                                   "message 1: content is '7'"),
-    "system beside texts": ({"system": "be", "prompt": "a", "completion": "b"},
-                            "no token would hold the column system"),
     "system beside a text": ({"system": "be", "text": "a"},
                              "line 2: read as text: no token would hold the column system;"),
-    "tools beside a text": ({"tools": [TOOL], "text": "a"}, "no token would hold the column tools"),
-    "an empty text for tools": ({"messages": [USER, said("assistant", "a")], "tools": ""},
-                                "a<|im_end|>"),
     "tools that are no list": ({"messages": [USER, said("assistant", "a")], "tools": {"a": 1}},
-                               "tools is"),
+                               "line 2: tools: "),
 }
 
 
-@pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("case", CHAT_ROWS)
-def test_rows_of_chats(case, marked, tmp_path):
+def test_rows_of_chats(case, tmp_path):
     """Labels are what the author of the row meant, or an error names the file, line and message;
     with and without marks of the answers in the template.
 
-    Break: data.py: unlabelled.add(i) => pass
+    Break: data.py: labelled.add(i) => pass
     """
     pytest.importorskip("transformers")
-    template = CALLING_TEMPLATE
-    if marked:
-        body = template[template.index("{{ m.content or") : template.index("{{ '<|im_end|>")]
-        template = template.replace(body, (
-            "{% if m.role == 'assistant' %}{% generation %}" + body + "{{ '<|im_end|>' }}"
-            "{% endgeneration %}{{ '\n' }}{% else %}" + body)).replace(
-            "{{ '<|im_end|>\n' }}", "{{ '<|im_end|>\n' }}{% endif %}")
-    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", template))
+    body = CALLING_TEMPLATE[CALLING_TEMPLATE.index("{{ m.content or") :
+                            CALLING_TEMPLATE.index("{{ '<|im_end|>")]
+    marked = CALLING_TEMPLATE.replace(body, (
+        "{% if m.role == 'assistant' %}{% generation %}" + body + "{{ '<|im_end|>' }}"
+        "{% endgeneration %}{{ '\n' }}{% else %}" + body)).replace(
+        "{{ '<|im_end|>\n' }}", "{{ '<|im_end|>\n' }}{% endif %}")
     row, wanted = CHAT_ROWS[case]
     path = write_rows(tmp_path / "a.jsonl", [{"messages": [USER, said("assistant", "x")]}, row])
-    if not wanted.endswith("<|im_end|>"):
-        with pytest.raises(ValueError) as e:
-            tokenized(path, tokenizer, tmp_path)
-        assert f"{path} line 2: " in str(e.value) and wanted in str(e.value), str(e.value)
-        return
-    _, (_, (ids, is_label)) = tokenized(path, tokenizer, tmp_path)
-    assert tokenizer["decode"]([i for i, on in zip(ids, is_label) if on]) == wanted
+    for template in (CALLING_TEMPLATE, marked):
+        tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", template))
+        if not wanted.endswith("<|im_end|>"):
+            with pytest.raises(ValueError) as e:
+                tokenized(path, tokenizer, tmp_path)
+            assert f"{path} line 2: " in str(e.value) and wanted in str(e.value), str(e.value)
+        else:
+            _, (_, (ids, is_label)) = tokenized(path, tokenizer, tmp_path)
+            assert labels_in(ids, is_label, tokenizer) == wanted
 
 
-@pytest.mark.parametrize("form", ["messages", "instruction"])
-def test_a_system_text_beside_a_chat(form, tmp_path):
-    """A column `system` becomes the first message.
+def test_marks_of_some_answers(tmp_path):
+    """With marks of some answers only, a weight of 0 is refused: its answer is not known.
 
-    Break: data.py: return [{"role": "system", "content": row["system"]}, *messages] =>
-    return messages
+    Break: data.py: if first < end or is_lost or len(spans) != len(answers): =>
+    if first < end or is_lost:
     """
     pytest.importorskip("transformers")
-    row = {"system": "be low", "messages": [USER, said("assistant", "a")]}
-    if form == "instruction":
-        row = {"system": "be low", "instruction": "low", "output": "a"}
+    template = CHATML_HEAD + (
+        "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}")
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", template))
+    messages = [USER, said("assistant", "a"), USER, said("assistant", "b")]
+    example = data.read_example({"messages": messages}, "row", tokenizer)
+    assert [example["text"][a:b] for a, b in example["spans"]] == ["b"]
+    messages[1]["weight"] = 0
+    with pytest.raises(ValueError, match="cannot determine which characters"):
+        data.read_example({"messages": messages}, "row", tokenizer)
+
+
+def test_a_system_text_beside_a_chat(tmp_path):
+    """A column `system` becomes the first message.
+
+    Break: data.py: return [{"role": "system", "content": row["system"]}] => return []
+    """
+    pytest.importorskip("transformers")
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", SIMPLE_TEMPLATE))
-    example = data.read_example(row, "row", tokenizer)
-    assert example["text"].startswith("<|im_start|>system\nbe low<|im_end|>\n<|im_start|>user\nlow")
+    chat = {"messages": [USER, said("assistant", "a")]}
+    for row in (chat, {"instruction": "low", "output": "a"}):
+        example = data.read_example(row | {"system": "be low"}, "row", tokenizer)
+        assert example["text"].startswith("<|im_start|>system\nbe low<|im_end|>\n<|im_start|>user")
 
 
 def test_marks_in_the_template_for_tools_alone(tmp_path):
@@ -767,18 +700,6 @@ def test_a_long_chat_with_many_special_tokens(tmp_path):
     assert labels[:2] == 2 * ["<|channel|>final<|message|>a<|end|>"]
 
 
-def test_a_chat_without_text(tmp_path):
-    """A chat that the template renders to nothing is an error with its line.
-
-    Break: data.py: if not text: => if False:
-    """
-    pytest.importorskip("transformers")
-    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", "{% if false %}a{% endif %}"))
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": [USER]}])
-    with pytest.raises(ValueError, match="line 1: the chat template renders it to nothing"):
-        tokenized(path, tokenizer, tmp_path)
-
-
 def test_alpaca_without_a_template(tmp_path):
     """Without a chat template the instruction is a prompt and the output its completion.
 
@@ -804,17 +725,11 @@ ID_ROWS = {
                  "attention_mask": [0, 1, 1, 1, 0]}, [5, 6, 7], [0, 1, 1]),
     "JSON in a table": ({"input_ids": "[5, 6]", "labels": "", "attention_mask": "[1, 1]"},
                         [5, 6], [1, 1]),
-    "lengths": ({"input_ids": [5, 6], "labels": [6]}, "input_ids has 2 ids, labels 1", None),
-    "a mask of another length": ({"input_ids": [5], "attention_mask": [1, 1]},
-                                 "attention_mask 2; must be as many", None),
-    "a large id": ({"input_ids": [5, 256]}, "input_ids has 256, which is not in [0, 256)", None),
-    "a negative id": ({"input_ids": [-100]}, "input_ids has -100, which is not in", None),
-    "a huge id": ({"input_ids": [2**70]}, "input_ids must be a list of integers", None),
-    "floats": ({"input_ids": [5.0, 6.0]}, "input_ids must be a list of integers: it is [5.0", None),
-    "booleans": ({"input_ids": [True]}, "input_ids must be a list of integers", None),
-    "texts": ({"input_ids": ["5"]}, "input_ids must be a list of integers", None),
+    "lengths": ({"input_ids": [5, 6], "labels": [6]}, "as many as input_ids", None),
+    "a mask of another length": ({"input_ids": [5], "attention_mask": [1, 1]}, "as many", None),
+    "a large id": ({"input_ids": [5, 256]}, "token id 256 is not in [0, 256)", None),
+    "floats": ({"input_ids": [5.0, 6.0]}, "input_ids must be a list of integers: [5.0", None),
     "lists of lists": ({"input_ids": [[5, 6]]}, "input_ids must be a list of integers", None),
-    "float labels": ({"input_ids": [5], "labels": [5.0]}, "labels must be a list of", None),
     "shifted labels": ({"input_ids": [5, 6], "labels": [6, -100]}, "not shifted", None),
     "a mask of 2": ({"input_ids": [5], "attention_mask": [2]}, "attention_mask 0 or 1", None),
     "another mask": ({"input_ids": [5], "completion_mask": [0]},
@@ -828,13 +743,11 @@ def test_rows_of_token_ids(case, tmp_path):
     """Ids, labels and attention_mask are read as they are, without an id between rows, from a file
     of JSON and from Python; or the row is refused by name.
 
-    Break: data.py: "ignored": labels[used] == IGNORE => "ignored": False
+    Break: data.py: "ignored": labels[is_used] == IGNORE => "ignored": False
     """
     row, wanted, is_label = ID_ROWS[case]
     tokenizer = data.make_tokenizer("bytes")
     arrays = {name: np.array(x) if isinstance(x, list) else x for name, x in row.items()}
-    if case == "a huge id":
-        arrays = row
     for given in (row, arrays):
         path = Path(data.write_rows(tmp_path, "train", [{"input_ids": [9]}, given]))
         if isinstance(wanted, str):
@@ -857,7 +770,7 @@ def test_ids_of_a_larger_vocabulary(tmp_path):
         tokenizer = data.make_cfg_tokenizer(config.Config(vocab_size=vocab_size))
         shard, _ = tokenized(path, tokenizer, tmp_path)
         assert shard["tokens"].tolist() == [5, 299]
-    with pytest.raises(ValueError, match=r"line 1: input_ids has 299, which is not in \[0, 299\)"):
+    with pytest.raises(ValueError, match=r"line 1: token id 299 is not in \[0, 299\)"):
         data.read_example({"input_ids": [5, 299]}, "line 1",
                           data.make_cfg_tokenizer(config.Config(vocab_size=299)))
 
@@ -1276,7 +1189,7 @@ def test_a_sample_ends_at_the_end_of_the_turn(tmp_path):
     special tokens. A plain text ends with its document, and so does each sample of a template that
     cannot be rendered.
 
-    Break: data.py: if end and end not in after_thought: => if end:
+    Break: data.py: for end in ends if end and end not in after_thought} => for end in ends if end}
     """
     pytest.importorskip("transformers")
     templates = FAMILIES | {"two ends": TWO_ENDS, "refuses": "{{ raise_exception('no') }}"}
@@ -1299,30 +1212,32 @@ def test_prompts_of_a_file(tmp_path):
     """Each line is a prompt; each row of a .jsonl is a text or a chat, rendered as transformers
     does, and so is --chat. Errors name the field, or the file and the line.
 
-    Break: data.py: tools, where, add_generation_prompt=True) => tools, where)
+    Break: data.py: render = partial(render, add_generation_prompt=True) => pass
     """
     transformers = pytest.importorskip("transformers")
     folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
     library = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer, plain = data.make_tokenizer(folder), data.make_tokenizer("bytes")
+    tokenizer = data.make_tokenizer(folder)
     question = [{"role": "user", "content": "low?"}]
     longer = [*question, {"role": "assistant", "content": "so"}, *question]
 
-    def read(name, text, tokenizer=tokenizer):
+    def read(name, text):
         (tmp_path / name).write_text(text)
         prompts = data.sample_prompts(config.Config(prompts=str(tmp_path / name)), tokenizer)
         for prompt in prompts:
-            begins = prompt["ids"][0] in tokenizer["special_tokens"].values()
             ids = tokenizer["encode"](prompt["text"]).tolist()
-            assert begins and prompt["ids"][-len(ids):] == ids
+            assert prompt["ids"][0] in tokenizer["special_tokens"].values()
+            assert prompt["ids"][-len(ids):] == ids
         return [prompt["text"] for prompt in prompts]
 
     def rendered(messages):
         return library.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     assert read("a.txt", "low \n\n lower\r\n") == ["low ", " lower"]
-    rows = [{"prompt": "low"}, {"messages": question}, {"messages": longer}]
-    expected = ["low", rendered(question), rendered(longer)]
+    rows = [{"prompt": "low"}, {"messages": question}, {"messages": longer},
+            {"prompt": json.dumps(question), "system": "be"}]
+    expected = ["low", rendered(question), rendered(longer),
+                rendered([{"role": "system", "content": "be"}, *question])]
     assert read("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows)) == expected
     asked = data.sample_prompts(config.Config(chat="low?"), tokenizer)
     assert [prompt["text"] for prompt in asked] == [rendered(question)]
@@ -1332,26 +1247,21 @@ def test_prompts_of_a_file(tmp_path):
             ('{"prompt": "a"}\n{"text": "a"}\n', "b.jsonl line 2: must be an object with either"),
             ('{"prompt": 3}\n', "b.jsonl line 1: has no list of messages: 3"),
             ('{"prompt": "a", "system": "b"}', "b.jsonl line 1: no token would hold the column s"),
-            ('{"prompt": "a", "messages": []}\n', "b.jsonl line 1: must be an object with either"),
-            ('{"prompt": "a"}\n{"prom', "b.jsonl line 2: corrupted, or not JSON"),
-            ('{"prompt": "\\ud800"}\n', "b.jsonl line 1: has a lone surrogate"),
             (f'{{"prompt": "a"}}\n{answered}\n', "line 2: the last message is the assistant's"),
-            ('{"messages": [{"role": "me"}]}\n', "b.jsonl line 1: message 1 must have a role of"),
             ("\n", "b.jsonl': has no prompt")):
         with pytest.raises(ValueError, match=re.escape(words)):
             read("b.jsonl", text)
-    with pytest.raises(ValueError, match="absent': no such file; must be a text with one prompt"):
+    with pytest.raises(ValueError, match="prompts .*absent': no such file"):
         data.sample_prompts(config.Config(prompts=str(tmp_path / "absent")), tokenizer)
     with pytest.raises(ValueError, match="chat 'low': messages need a chat template"):
-        data.sample_prompts(config.Config(chat="low"), plain)
+        data.sample_prompts(config.Config(chat="low"), data.make_tokenizer("bytes"))
 
 
 def test_a_preview_begins_as_the_data_does(tmp_path):
-    """Of chats it begins with the first question, rendered up to the answer as transformers does;
-    of plain text with the first tokens of the first evaluation row; in packed rows with half of the
-    longest document, at most.
+    """Of chats it is the longest one in the first evaluation row, up to the answer as transformers
+    renders it; of text the first tokens of the row, at most half of a document.
 
-    Break: data.py: if 0 < n_before <= T: => if 1 < 0:
+    Break: data.py: if n_before == 1: => if n_before:
     """
     transformers = pytest.importorskip("transformers")
     folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
@@ -1374,9 +1284,8 @@ def test_a_preview_begins_as_the_data_does(tmp_path):
 
     questions = [library.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
                  for chat in chats]
-    for packing in ("best_fit", "stream"):
-        prompt, _ = begin("chats.jsonl", packing=packing)
-        assert prompt["text"].removeprefix("<|endoftext|>") in questions[150:], prompt
+    prompt, _ = begin("chats.jsonl", packing="best_fit")
+    assert prompt["text"] in questions[150:]
     prompt, row = begin("one.txt")
     assert prompt["ids"] == row[:32]
     prompt, _ = begin("texts.jsonl", packing="none")
@@ -1413,34 +1322,6 @@ def test_a_template_with_the_date_of_today(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "a.jsonl", [{"messages": [USER, said("assistant", "low")]}])
     dataset = data.open_dataset([path], tokenizer, folder=tmp_path / "p")
     assert f"may hold the date, {time.strftime('%Y-%m-%d')}" in data.fingerprint(dataset)
-
-
-def test_a_preview_and_examples_after_a_cut(monkeypatch):
-    """They begin in the first document after the cut, however many are before it, and not in a
-    document that the cut has left without its beginning.
-
-    Break: data.py: first = int(np.searchsorted(starts, shard["token_offset"])) => first = 0
-    """
-    monkeypatch.setattr(data, "N_SEARCHED", 3)
-    # Documents of five ids, of which the last two are labels. The cut is within a document.
-    starts = np.arange(0, 500, 5)
-    shard = {"name": "a", "token_offset": 0, "tokens": np.arange(500),
-             "documents": np.stack([starts, starts + 5], axis=1),
-             "ignored": np.uint8([1, 1, 1, 0, 0] * 100)}
-    tokenizer = {"decode": lambda ids: "".join(f"{i} " for i in ids)}
-    _, second = data._cut_tokens(shard, cut=402, seq_len=8)
-    dataset = data.make_dataset([second], {"seq_len": 8})
-    assert data.preview_prompt(dataset).tolist() == [405, 406, 407]
-    example, _ = data.show_examples(dataset, tokenizer)
-    assert example == [("405 406 407 ", False), ("408 409 ", True)]
-
-    # No document begins after this cut: the first evaluation row, and no example.
-    shard["documents"] = np.array([[0, 500]])
-    _, second = data._cut_tokens(shard, cut=402, seq_len=8)
-    dataset = data.make_dataset([second], {"seq_len": 8})
-    row = data.eval_batch_at(dataset, 0, 1)["tokens"][0].tolist()
-    assert data.preview_prompt(dataset).tolist() == row[:4]
-    assert data.show_examples(dataset, tokenizer) == []
 
 
 def test_special_tokens_in_a_text(tmp_path):
@@ -1553,7 +1434,8 @@ def save_split(path, texts):
 def test_folders_with_splits(splits, field, wanted, tmp_path):
     """Of a DatasetDict's folder, training reads the split train and val_data another one.
 
-    Break: data.py: if field.startswith("val_data"): => if False:
+    Break: data.py: names = VAL_SPLITS if field.startswith("val_data") else ("train",) =>
+    names = ("train",)
     """
     folder = tmp_path / "d"
     for split in splits:
@@ -1597,9 +1479,10 @@ def few_answers(path):
     return write_rows(path, rows)
 
 
-def test_labels_are_counted_and_shown(tmp_path):
-    """The summary has the fraction of labels, and counts documents, sequences and files without
-    one; the examples show where they are.
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_labels_are_counted_and_shown(packing, tmp_path):
+    """The summary has the fraction of labels without padding, and counts documents without one;
+    the examples show where labels are.
 
     Break: data.py: counts["documents without a label"] += 1 => pass
     """
@@ -1607,29 +1490,22 @@ def test_labels_are_counted_and_shown(tmp_path):
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", SIMPLE_TEMPLATE))
     some = few_answers(tmp_path / "a.jsonl")
     none = write_rows(tmp_path / "b.jsonl", [{"messages": [USER]}])
-    dataset = data.open_dataset(
-        [some, none], tokenizer, {"seq_len": 16}, folder=tmp_path / "cache")
-    shard, = dataset["shards"]
-    n_labels = int((shard["ignored"][1:] == 0).sum())
-    n_tokens = len(shard["tokens"]) - 1
-    n_empty = 0
-    for i in range(dataset["n"]):
-        labels = data.eval_batch_at(dataset, i, 1)["labels"]
-        n_empty += int((labels == data.IGNORE).all())
+    dataset = data.open_dataset([some, none], tokenizer, {"seq_len": 64, "packing": packing},
+                                folder=tmp_path / "cache")
+    batch = data.eval_batch_at(dataset, 0, dataset["n"])
+    n_labels = (batch["labels"] != data.IGNORE).sum()
+    n_tokens = (batch.get("segments", np.ones_like(batch["tokens"])) > 0).sum()
     summary = data.describe(dataset)
     assert f"{n_labels / n_tokens:.1%} of the tokens are labels" in summary
-    assert f"{n_empty} of the first {dataset['n']} sequences have no label" in summary
-    assert n_empty > 10
     assert "10 documents without a label" in summary
     example, = data.show_examples(dataset, tokenizer)
-    end = "<|im_start|>assistant\n{+yes<|im_end|>+}\n"
-    assert train.mark_labels(example).endswith(end)
+    assert "{+yes<|im_end|>+}" in train.mark_labels(example)
 
 
 def test_chats_with_tools_that_are_not_rendered(tmp_path):
-    """Tools, or calls of them, that the chat template does not name are refused by name.
+    """Tools, calls of them and contents that the chat template does not render are refused by name.
 
-    Break: data.py: if not _names(template["source"](tools), "tools"): => if False:
+    Break: data.py: if tools and not _names(source, "tools"): => if False:
     """
     pytest.importorskip("transformers")
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", SIMPLE_TEMPLATE))
@@ -1647,6 +1523,9 @@ def test_chats_with_tools_that_are_not_rendered(tmp_path):
                             said("tool", "3")]}
         with pytest.raises(ValueError, match="the chat template does not render its content"):
             data.read_example(row, "row", tokenizer)
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "nothing", "{% if false %}a{% endif %}"))
+    with pytest.raises(ValueError, match="row: the chat template renders it to nothing"):
+        data.read_example({"messages": [USER]}, "row", tokenizer)
     # A template that changes the text renders it.
     tokenizer = data.make_tokenizer(save_folder(
         tmp_path / "upper", "{% for m in messages %}{{ m.content | upper }}.{% endfor %}"))
@@ -1667,10 +1546,9 @@ def test_an_empty_completion_has_its_end_as_a_label(tmp_path):
 
 
 def test_documents_whose_labels_are_cut_away(tmp_path):
-    """With whole documents, the summary counts those that have no label once they are cut, the
-    fraction of labels is that of the sequences, and the examples are cut as they are.
+    """They are in no row, and the summary counts those that are.
 
-    Break: data.py: n_cut_away = int((is_long & ~has_label & (stops > starts)).sum()) => pass
+    Break: data.py: lengths = np.where(n_ignored < lengths, lengths, 0) => pass
     """
     pytest.importorskip("transformers")
     long = {"messages": [said("user", "low " * 60), said("assistant", "never")]}
@@ -1680,19 +1558,14 @@ def test_documents_whose_labels_are_cut_away(tmp_path):
     dataset = data.open_dataset([path], tokenizer, {"seq_len": 40, "packing": "best_fit"},
                                 folder=tmp_path / "cache")
     summary = data.describe(dataset)
-    assert "2 documents skipped: --truncation cuts away all their labels" in summary
-    batch = data.eval_batch_at(dataset, 0, 1)
-    n_labels = (batch["labels"] != data.IGNORE).sum()
-    n_used = (batch["segments"] > 0).sum()
-    assert f"{n_labels / n_used:.1%} of the tokens are labels" in summary
+    assert "1 of 3 documents in 1 sequences, 2 longer (--truncation keep_start)" in summary
     example, = data.show_examples(dataset, tokenizer)
     assert "{+yes<|im_end|>+}" in train.mark_labels(example)
 
 
 @pytest.mark.parametrize("part, packing", [
-    ("all", "stream"), ("all", "best_fit"), ("all", "none"), ("weights of 0", "stream"),
-    ("validation", "stream"), ("validation", "best_fit"), ("validation", "none"),
-    ("val_data", "stream"), ("val_data", "none"), ("an evaluation", "stream")])
+    ("all", "stream"), ("all", "best_fit"), ("weights of 0", "stream"), ("validation", "stream"),
+    ("validation", "best_fit"), ("val_data", "none"), ("an evaluation", "stream")])
 def test_data_without_a_label(part, packing, tmp_path):
     """Data without any label, validation data without one, and an evaluation that reads none are
     errors before training, however documents are packed.
@@ -1724,28 +1597,27 @@ def test_data_without_a_label(part, packing, tmp_path):
         data.open_text(("train", "val"), cfg)
 
 
-@pytest.mark.parametrize("packing", ["stream", "none"])
-def test_examples_of_texts(packing, tmp_path):
-    """The first two documents are shown as they are packed, all but the id before them as labels;
-    of token files the first two sequences.
+def test_examples_of_texts(tmp_path):
+    """The first two sequences are shown, all but their first id as labels; of packed documents, one
+    of each sequence.
 
-    Break: data.py: return [(start, start + seq_len + 1) for start in starts] =>
-    return [(start, start + seq_len) for start in starts]
+    Break: data.py: ids = np.append(batch["tokens"][row, shown], batch["labels"][row, shown][-1]) =>
+    ids = np.append(batch["tokens"][row, shown], IGNORE)
     """
-    (tmp_path / "a.jsonl").write_text("".join(
-        json.dumps({"text": text}) + "\n" for text in ("a b", "", "long" * 99, "c")))
-    cfg = config.Config(data=(str(tmp_path / "a.jsonl"),), val_frac=0.0, packing=packing,
-                        seq_len=50, token_cache=str(tmp_path / "cache"))
-    first, second = data.open_text(("train",), cfg)["train"]["examples"]()
-    assert train.mark_labels(first) == "\\x00{+a b\\x00+}"
-    end = "" if packing == "none" else "..."
-    n = 50 if packing == "none" else data.SHOWN_TOKENS
-    assert train.mark_labels(second) == "\\x00{+" + ("long" * 99)[:n] + "+}" + end
-
+    rows = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in ("a b", "", "long" * 99)])
     np.save(tmp_path / "a.npy", np.arange(97, 120, dtype=np.uint8))
-    cfg = config.Config(data=(str(tmp_path / "a.npy"),), val_frac=0.0, seq_len=4)
-    examples = data.open_text(("train",), cfg)["train"]["examples"]()
-    assert [train.mark_labels(example) for example in examples] == ["a{+bcde+}", "e{+fghi+}"]
+
+    def shown(path, **changes):
+        cfg = config.Config(data=(str(path),), val_frac=0.0, token_cache=str(tmp_path / "cache"),
+                            **changes)
+        examples = data.open_text(("train",), cfg)["train"]["examples"]()
+        return [train.mark_labels(example) for example in examples]
+
+    assert shown(tmp_path / "a.npy", seq_len=4) == ["a{+bcde+}", "e{+fghi+}"]
+    assert shown(rows, seq_len=50, packing="none") == [
+        "\\x00{+a b\\x00+}", "\\x00{+" + ("long" * 99)[:50] + "+}"]
+    first, _ = shown(rows, seq_len=200)
+    assert first == "\\x00{+a b\\x00" + ("long" * 99)[: data.SHOWN_TOKENS - 4] + "+}..."
 
 
 def test_ids_of_an_unknown_vocabulary(tmp_path):
@@ -1835,13 +1707,9 @@ def test_rows_from_python_name_a_run(tmp_path, monkeypatch):
 
 # {case: (config fields, what a program gives, a part of the error)}
 WRONG_ROWS = {
-    "not JSON": ({}, [{"text": "a"}, {"text": {1}}], r"train row 2: \{1\} \(set\) has no form"),
-    "other columns": ({}, [{"body": "a"}], "data: train row 1: has no known column, but body"),
-    "no rows": ({}, iter(()), "data: train has no row"),
+    "not JSON": ({}, [{"text": "a"}, {"text": {1}}], "train row 2: not a dict that JSON can hold"),
     "no train": ({}, {"text": ["a"]}, "data: has 'text'; must be rows, or a dict of rows by split"),
-    "a path": ({}, "rows.jsonl", "data: train is 'rows.jsonl'; must be rows"),
-    "a number": ({}, 3, "data: train is 3; must be rows"),
-    "texts": ({}, ["a"], "data: train row 1: is str; must be a dict"),
+    "a path": ({}, "rows.jsonl", "data: train row 1: not a dict that JSON can hold: 'str' object"),
     "files too": (dict(data=("a.txt",)), [{"text": "a"}], "together with data of the config"),
     "two validations": (dict(val_data=("a.txt",)),
                         {"train": [{"text": "a"}], "val": [{"text": "a"}]},
@@ -1866,7 +1734,7 @@ def test_splits_of_rows_from_python(tmp_path, capsys):
     """Of a dict of splits, the validation split becomes val_data, and the test split if there is no
     other. Splits that are not used are named.
 
-    Break: data.py: for name in reversed(VAL_SPLITS): => for name in VAL_SPLITS:
+    Break: train.py: fields["val_data"] = val_splits[0] => fields["val_data"] = val_splits[-1]
     """
     def read(given, **fields):
         cfg = config.Config(out_dir=str(tmp_path / "out"), **fields)
@@ -1895,6 +1763,7 @@ LIBRARY_ROWS = {
         {"messages": [{"role": "user", "tool_calls": [{"function": {"arguments": {"a": "x"}}}]}]}),
     "NumPy": ({"input_ids": np.arange(3), "labels": np.int64([-100, 1, 2]), "weight": np.int32(1)},
               {"input_ids": [0, 1, 2], "labels": [-100, 1, 2], "weight": 1}),
+    "no column that is read": ({"body": "a"}, {"body": "a"}),
     "null in Python": ({"messages": [{"role": "user", "name": None}]},
                        {"messages": [{"role": "user", "name": None}]}),
 }
@@ -1904,7 +1773,7 @@ LIBRARY_ROWS = {
 def test_rows_of_libraries(case, tmp_path):
     """Arrays are lists, a field that Arrow added is missing, and other columns may have any value.
 
-    Break: data.py: return _without_nulls(value.tolist()) => return value.tolist()
+    Break: data.py: return _without_nulls(to_python()) => return to_python()
     """
     row, wanted = LIBRARY_ROWS[case]
     path = data.write_rows(tmp_path, "train", [row])
