@@ -153,16 +153,13 @@ def _write(root, meta, shards, max_to_keep, keep_period, log):
         for write in pending:
             write.result()
 
-        # (2) With several processes, process 0 waits until all have written their shards.
-        if rank == 0 and jax.process_count() > 1:
-            _wait_for_peers(store, save_id)
-
-        # (3) Process 0 writes meta.json.
-        if rank == 0:
-            _commit(root, store, meta)
-        else:
+        # (2) Process 0 waits until all have written their shards. (3) It writes meta.json. The
+        # others wait for that.
+        if jax.process_count() > 1:
             store.write(f"{save_id}.{rank}", b"written").result()
             _wait_for_peers(store, save_id)
+        if rank == 0:
+            _commit(root, store, meta)
     except (ValueError, OSError) as e:  # TensorStore raises ValueErrors
         error = _message(e)
         if store:
@@ -282,8 +279,7 @@ def restore(root, step, like=None, meta=None):
     Raises KeyError or TypeError that lists all arrays that the checkpoint lacks or has in another
     shape, ValueError that names an array whose data is corrupted or missing.
     """
-    if meta is None:
-        meta = read_meta(root, step)
+    meta = meta or read_meta(root, step)
     if like is None:
         like = saved_shapes(meta)
     wanted, treedef = flatten(like)
@@ -310,8 +306,8 @@ def _load(root, meta, name, like):
 
 # ---- supporting
 # Sections: layout of arrays, copies of arrays, parts of a save, parts of a restore, values from
-# process 0, paths, list of checkpoints, TensorStore, retention and clean-up, run folder, parameters
-# of a run, files, patterns of names.
+# process 0, errors, paths, list of checkpoints, TensorStore, retention and clean-up, run folder,
+# parameters of a run, files.
 
 # ---- layout of arrays
 
@@ -788,7 +784,8 @@ def lock_folders(out_dir, root, log=print):
                 # The system unlocks it when the process ends for any reason.
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(f"{folder}: another run is writing to it; choose another") from None
+                raise ValueError(
+                    f"{folder}: another run is writing to it; choose another") from None
             except OSError as e:
                 log(f"{folder}: its file system has no locks ({e.strerror}); make sure that no "
                     "other run writes to it")
@@ -855,8 +852,10 @@ def load_parameters(sources, like):
     loaded = {}
     for source in sources:
         saved_like = {saved_name: like[name] for saved_name, name in source["take"].items()}
-        for saved_name, x in source["read"](saved_like).items():
-            loaded[source["take"][saved_name]] = x
+        with _explain(f"init_from {source['path']}"):
+            found = source["read"](saved_like)
+        for saved_name, name in source["take"].items():
+            loaded[name] = found[saved_name]
     return loaded
 
 
@@ -911,9 +910,10 @@ def read_json(path):
     be read.
     """
     with _explain(f"{path}: cannot be read"):
-        if not os.path.lexists(path):
+        try:
+            return json.loads(Path(path).read_bytes())
+        except FileNotFoundError:
             return {}
-        return json.loads(Path(path).read_bytes())
 
 
 def replace_file(path, text):
@@ -921,16 +921,6 @@ def replace_file(path, text):
     partial_path = path.with_suffix(".tmp")
     partial_path.write_text(text, encoding="utf-8")
     partial_path.replace(path)
-
-
-# ---- patterns of names
-
-def _matching(names, patterns):
-    """The set of names that match at least one glob pattern."""
-    found = set()
-    for pattern in patterns:
-        found.update(fnmatch.filter(names, pattern))
-    return found
 
 
 # ---- optional
@@ -1120,15 +1110,16 @@ def lock_bucket(root, out_dir):
 
 # ---- sources of weights
 
-def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, wanted=None,
-                 log=print):
+def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, select,
+                 wanted=None, log=print):
     """The source of each text (see `parse_source`), with "take": {saved name: name} of the
     parameters to load from it. The last of several sources with a parameter wins.
 
     shapes: {name: shape} of the model's parameters. open_weights: path -> ("names", "read") of
     weights in another format, or None when the path has no such weights. find_mismatches: meta of a
     checkpoint -> errors, one for each difference from the model. expected_names: {saved name} ->
-    {name} of the parameters that these sources should give. wanted: names to load; None: all.
+    {name} of the parameters that these sources should give. select: (patterns, names) -> the names
+    that match, see `choose_names`. wanted: names to load; None: all.
 
     Raises ValueError that lists all that does not fit, and for an expected parameter that no source
     has, though one of them should be loaded completely.
@@ -1141,7 +1132,7 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, w
     for i, text in enumerate(texts):
         source = parse_source(text)
         source |= open_weights(source["path"]) or _open_checkpoint(source, find_mismatches, log)
-        names, wrong = choose_names(source, shapes)
+        names, wrong = choose_names(source, shapes, select)
         for name, saved_name in names.items():
             chosen[name] = i, saved_name
         errors += [f"{source['path']}: {error}" for error in wrong]
@@ -1239,13 +1230,13 @@ def parse_source(text):
     }
 
 
-def choose_names(source, shapes):
-    """({name: saved name} of the parameters that a source gives, errors). Errors are patterns
-    without a match and, for a strict source, unknown names, other shapes and its "mismatches". A
-    source that is not strict skips these.
+def choose_names(source, shapes, select):
+    """({name: saved name} of the parameters that a source gives, errors). Errors of a strict source
+    are unknown names, other shapes and its "mismatches"; another source skips these.
 
     source: of `parse_source`, with "names": {saved name: shape}, where the shape None fits any.
-    shapes: {name: shape} of the model's parameters.
+    shapes: {name: shape} of the model's parameters. select: function of patterns and names; a
+    leading ! deselects. It raises ValueError for a pattern without a match.
     """
     # Patterns select among the names as this model has them.
     names = {}
@@ -1256,26 +1247,22 @@ def choose_names(source, shapes):
                 name = local_prefix + saved_name.removeprefix(saved_prefix)
                 break
         names[name] = saved_name
-    errors = []
-    for pattern in source["load"] + source["exclude"]:
-        if not _matching(names, [pattern]):
-            errors.append(f"{pattern!r} matches nothing in the checkpoint")
+    excluded = [f"!{pattern}" for pattern in source["exclude"]]
+    selected = select(source["load"] + excluded, names)
 
     # Take what fits.
     chosen = {}
-    wrong = list(source.get("mismatches", ()))
-    for name in sorted(_matching(names, source["load"]) - _matching(names, source["exclude"])):
+    errors = [*source.get("mismatches", ())]
+    for name in sorted(selected):
         saved_shape = source["names"][names[name]]
         if name not in shapes:
-            wrong.append(f"{name} is not a parameter of this model")
+            errors.append(f"{name} is not a parameter of this model")
         elif saved_shape is not None and tuple(saved_shape) != tuple(shapes[name]):
-            wrong.append(f"{name} is {tuple(saved_shape)} in the checkpoint, "
-                         f"{tuple(shapes[name])} in this model")
+            errors.append(f"{name} is {tuple(saved_shape)} in the checkpoint, "
+                          f"{tuple(shapes[name])} in this model")
         else:
             chosen[name] = names[name]
-    if source["strict"]:
-        errors += wrong
-    return chosen, errors
+    return chosen, errors if source["strict"] else []
 
 
 def log_sources(sources, missing, names, log=print):
@@ -1300,35 +1287,22 @@ def log_sources(sources, missing, names, log=print):
 
 def verify(root, log=print):
     """Read every array of every checkpoint in root, and in the folders of `roots` with checkpoints
-    of parameters alone; return the errors. `log` gets a line for each checkpoint.
+    of parameters alone; return the first error of each. `log` gets a line for each intact one.
     """
+    if not any(steps_by_kind(root).values()):
+        return [f"{root} holds no checkpoint; name the folder of checkpoints, such as "
+                "out/default/ckpt"]
     errors = []
-    n_checkpoints = 0
-    for folder in roots(root).values():
-        for step in steps(folder):
-            found = _verify_step(folder, step)
-            log(f"{join_path(folder, _step_name(step))}: errors: {len(found)}")
-            errors += found
-            n_checkpoints += 1
-    if not n_checkpoints:
-        errors.append(f"{root} holds no checkpoint; name the folder of checkpoints, such as "
-                      "out/default/ckpt")
-    return errors
-
-
-def _verify_step(root, step):
-    """The errors of a checkpoint, one for each array that cannot be read."""
-    errors = []
-    try:
-        meta = read_meta(root, step)
-        for name, layout in meta["arrays"].items():
+    for kind, kind_steps in steps_by_kind(root).items():
+        folder = roots(root)[kind]
+        for step in kind_steps:
             try:
-                like = jax.ShapeDtypeStruct(layout["shape"], layout["dtype"])
-                _load(root, meta, name, like)
+                meta = read_meta(folder, step)
+                for name, layout in meta["arrays"].items():
+                    _load(folder, meta, name, np.empty(0, layout["dtype"]))
+                log(f"{join_path(folder, _step_name(step))}: intact")
             except ValueError as e:
                 errors.append(str(e))
-    except ValueError as e:
-        errors.append(str(e))
     return errors
 
 
@@ -1339,19 +1313,17 @@ STRIP_BYTES = 2**22  # part of a tensor that a thread copies at a time: fits the
 TENSOR_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def read_safetensors(folder, wanted, like, unused=(), split=lambda tensors: tensors):
+def read_tensors(tensors, pieces, like, unused=()):
     """{name: array} in the shapes, dtypes and shardings of `like`, as in `restore`, read from the
-    tensors of a folder in Hugging Face's layout.
+    tensors of `open_tensors`.
 
-    wanted: {name: ({index: tensor's name}, transposed)}: array[index], transposed or not, is that
-    tensor. unused: patterns of tensors that need not be wanted. split: function of the result of
-    `open_tensors` that splits tensors which hold several. Each process reads only what its devices
-    hold. On devices with their own memory the host needs memory for one array.
+    pieces: {name: ({index: tensor's name}, transposed)}: array[index], transposed or not, is that
+    tensor. unused: patterns of tensors that need not be in pieces. Each process reads only what its
+    devices hold. On devices with their own memory the host needs memory for one array.
 
     Raises ValueError that lists all tensors that are missing, unknown or of another shape.
     """
-    tensors = split(open_tensors(folder))
-    shapes = tensor_shapes(wanted, like)
+    shapes = tensor_shapes(pieces, like)
     errors = []
     for name, shape in shapes.items():
         if name not in tensors:
@@ -1359,31 +1331,17 @@ def read_safetensors(folder, wanted, like, unused=(), split=lambda tensors: tens
         elif tensors[name].shape != shape:
             errors.append(f"{name} is {tensors[name].shape} in the checkpoint, {shape} in this "
                           "model")
-    for name in sorted(tensors.keys() - shapes.keys() - _matching(tensors, unused)):
-        errors.append(f"{name} is not a tensor of this model")
+    known = {tensor for names, _ in pieces.values() for tensor in names.values()}
+    for name in sorted(tensors.keys() - known):
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in unused):
+            errors.append(f"{name} is not a tensor of this model")
     if errors:
-        raise ValueError(f"{folder}:\n  " + "\n  ".join(errors))
+        raise ValueError("the weights do not fit this model\n  " + "\n  ".join(errors))
     arrays = {}
-    for name, (pieces, transposed) in wanted.items():
-        x = like[name]
-        read = partial(_read_block, tensors, pieces, transposed, x.dtype)
+    for name, x in like.items():
+        read = partial(_read_block, tensors, *pieces[name], x.dtype)
         arrays[name] = _assemble(x.shape, getattr(x, "sharding", None), read)
     return arrays
-
-
-def check_tied_tensors(folder, name, copy):
-    """Raise ValueError when two tensors of a folder of Hugging Face weights differ although its
-    config.json ties them: `name` and `copy`. Process 0 reads both.
-    """
-    def check():
-        tensors = open_tensors(folder)
-        if copy in tensors and not np.array_equal(tensors[copy], tensors.get(name)):
-            raise ValueError(
-                f"{folder}: its config.json ties the embeddings, but {copy} differs from {name}; "
-                "set tie_word_embeddings to false in its config.json to use both, or delete "
-                f"{copy} from its files to use {name} for both")
-
-    broadcast_from_main(check)
 
 
 def open_tensors(folder):
@@ -1412,31 +1370,32 @@ def open_tensors(folder):
     return tensors
 
 
-def tensor_shapes(wanted, arrays):
-    """{tensor's name: its shape} of `wanted` of read_safetensors and arrays with these names."""
+def tensor_shapes(pieces, arrays):
+    """{tensor's name: its shape} of the tensors into which read_tensors divides arrays."""
     shapes = {}
-    for name, (pieces, transposed) in wanted.items():
-        for index, tensor in pieces.items():
-            shape = tuple(arrays[name].shape[len(index):])
+    for name, x in arrays.items():
+        tensors, transposed = pieces[name]
+        for index, tensor in tensors.items():
+            shape = tuple(x.shape[len(index):])
             shapes[tensor] = shape[::-1] if transposed else shape
     return shapes
 
 
-def _read_block(tensors, pieces, transposed, dtype, *ranges):
-    """Read a range of each dim of an array: strip by strip, by several threads."""
+def _read_block(tensors, names, transposed, dtype, *ranges):
+    """Read a range of each dim of an array: strip by strip, by several threads. names, transposed:
+    of `pieces` of read_tensors.
+    """
     # The leading dims select tensors, the others are those of a tensor: in its file transposed.
-    n_stacked = len(next(iter(pieces)))
+    n_stacked = len(next(iter(names)))
     block = _aligned_empty([len(r) for r in ranges], dtype)
     slices = [slice(r.start, r.stop) for r in ranges[n_stacked:]]
+    if transposed:
+        slices = slices[::-1]
     strips = []  # (target, source)
     for position in np.ndindex(block.shape[:n_stacked]):
-        target = block[position]
-        source = tensors[pieces[tuple(r[i] for r, i in zip(ranges, position))]]
-        if transposed:
-            source = source.T
-        source = source[tuple(slices)]
-        if transposed:  # rows are contiguous in the file
-            source, target = source.T, target.T
+        index = tuple(r[i] for r, i in zip(ranges, position))
+        source = tensors[names[index]][tuple(slices)]
+        target = block[position].T if transposed else block[position]
         n_rows = max(STRIP_BYTES * len(source) // max(source.nbytes, 1), 1)
         for start in range(0, len(source), n_rows):
             strips.append((target[start:start + n_rows], source[start:start + n_rows]))
@@ -1446,22 +1405,22 @@ def _read_block(tensors, pieces, transposed, dtype, *ranges):
 
 
 def each_tensor(arrays, pieces, dtype):
-    """Yield (tensor's name, NumPy array in dtype), one at a time. pieces: `wanted` of
-    `read_safetensors`. Every process must take all of them. Raises ValueError for a value that
-    float16 cannot hold.
+    """Yield (tensor's name, NumPy array in dtype), one at a time, in the order of `tensor_shapes`.
+    Every process must take all of them. Raises ValueError for a value that float16 cannot hold.
     """
     def take(x, index, transposed):
         for i in index:
             x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
         return (x.T if transposed else x).astype(dtype)
 
-    for name, (tensors, transposed) in pieces.items():
+    for name, stacked in arrays.items():
+        tensors, transposed = pieces[name]
         # Gather each tensor on every device.
-        mesh = getattr(getattr(arrays[name], "sharding", None), "mesh", None)
+        mesh = getattr(getattr(stacked, "sharding", None), "mesh", None)
         replicated = mesh and jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         take_replicated = jax.jit(take, static_argnums=2, out_shardings=replicated)
         for index, tensor in tensors.items():
-            x = np.asarray(take_replicated(arrays[name], index, transposed))
+            x = np.asarray(take_replicated(stacked, index, transposed))
             if dtype == "float16" and np.isinf(x).any():
                 raise ValueError(f"{tensor} has values beyond 65504, the largest of float16: use "
                                  "--export_dtype bfloat16 or float32")
@@ -1474,12 +1433,12 @@ def write_safetensors(path, shapes, dtype, tensors):
 
     shapes: {name: shape}. tensors: an iterator of (name, array in dtype) in the same order.
     """
+    tags = {dtype: tag for tag, dtype in TENSOR_DTYPES.items()}
     header = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
     n_bytes = 0
     for name, shape in shapes.items():
         end = n_bytes + prod(shape) * np.dtype(dtype).itemsize
-        header[name] = {"dtype": {dtype: tag for tag, dtype in TENSOR_DTYPES.items()}[dtype], "shape": shape,
-                        "data_offsets": [n_bytes, end]}
+        header[name] = {"dtype": tags[dtype], "shape": shape, "data_offsets": [n_bytes, end]}
         n_bytes = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
@@ -1514,8 +1473,8 @@ def check_export(folder, run):
                          "another")
 
 
-def write_export(folder, run, arrays, pieces, dtype, stem, add_files):
-    """Write a folder with stem.safetensors under another name, then rename it; an existing folder
+def write_export(folder, run, arrays, pieces, dtype, add_files):
+    """Write a folder with model.safetensors under another name, then rename it; an existing folder
     is replaced. Every process must call it.
 
     run: as in `check_export`. arrays, pieces, dtype: as in `each_tensor`. add_files: function of
@@ -1533,8 +1492,8 @@ def write_export(folder, run, arrays, pieces, dtype, stem, add_files):
             new.mkdir(parents=True)
             (new / EXPORT_MARK).write_text(json.dumps(run), encoding="utf-8")
             add_files(new)
-        path = new / f"{stem}.safetensors"
-        write_safetensors(path, tensor_shapes(pieces, arrays), dtype, tensors)
+        shapes = tensor_shapes(pieces, arrays)
+        write_safetensors(new / "model.safetensors", shapes, dtype, tensors)
         if is_main:
             _sync(new)
             shutil.rmtree(out, ignore_errors=True)
@@ -1556,8 +1515,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] != "verify":
         sys.exit("usage: python ckpt.py verify DIR\nDIR: a folder of checkpoints, such as "
                  "out/default/ckpt")
-    try:
-        errors = verify(sys.argv[2])
-    except ValueError as e:
-        sys.exit(f"error: {e}")
-    sys.exit("\n".join(errors) or None)
+    sys.exit("\n".join(verify(sys.argv[2])) or None)

@@ -1930,7 +1930,7 @@ def hf_pieces(cfg):
 def split_fused_experts(tensors, cfg):
     """The tensors of a file, with one for each expert where it has one for all experts of a layer.
 
-    tensors: {name: {"shape", "dtype", "read": slices -> array}}.
+    tensors: {name: array}.
     """
     names = HF_EXPERT_NAMES.get(_hf_family(cfg))
     if not names:
@@ -1944,16 +1944,8 @@ def split_fused_experts(tensors, cfg):
             if prefix + kind not in found:
                 continue
             fused = found.pop(prefix + kind)
-            n_experts, n_rows, n_columns = fused["shape"]
-            n_rows //= len(parts)
-            for i, expert in np.ndindex(len(parts), n_experts):
-                found[names[parts[i]].format(layer, expert)] = {
-                    "shape": [n_rows, n_columns], "dtype": fused["dtype"],
-                    "read": partial(_read_expert, fused, expert, i * n_rows)}
+            n_rows = fused.shape[1] // len(parts)
+            for i, expert in np.ndindex(len(parts), len(fused)):
+                rows = fused[expert, i * n_rows:(i + 1) * n_rows]
+                found[names[parts[i]].format(layer, expert)] = rows
     return found
-
-
-def _read_expert(fused, expert, first_row, slices):
-    rows, columns = slices
-    rows = slice(first_row + rows.start, first_row + rows.stop)
-    return fused["read"]((expert, rows, columns))

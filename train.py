@@ -308,8 +308,6 @@ def start_run(setup, progress, observers, check_lock, state, params):
                "--export DIR")
         return None
     steps = steplib.lower_steps(*step_args(setup))
-    if start["meta"]:
-        check_saved_arrays(setup, start, steps["state"])
 
     # Print what will run, and examples of the user's own files at the first launch.
     unsaved = model.matching("save_exclude", cfg.save_exclude, setup["table"])
@@ -461,30 +459,9 @@ def load_start(setup, start, programs, state, params):
     if "scale" in like:
         shardings = jax.tree.map(lambda x: x.sharding, like["scale"])
         initial |= {"scale": jax.device_put(steplib.init_loss_scale(), shardings)}
-    arrays, _ = ckpt.flatten(initial)
-    arrays = {path: arrays[path] for path in absent_arrays(start, like)}
-    return ckpt.restore_run(start["root"], like, arrays, print0, start["step"])
-
-
-def check_saved_arrays(setup, start, like):
-    """Raise ValueError when the checkpoint does not have the arrays of `like`, the state or its
-    parameters.
-    """
-    drops_unknown = "state" in setup["cfg"].allow_change
-    ckpt.check_run_fits(start["run"], start["root"], start["meta"], like,
-                        absent_arrays(start, like), drops_unknown)
-
-
-def absent_arrays(start, like):
-    """Paths of the arrays of a state that do not come from the checkpoint: those of the missing
-    parameters, and the scale of float16 where the checkpoint has none.
-    """
-    wanted, _ = ckpt.flatten(like)
-    paths = ckpt.paths_of(start["missing"], wanted)
-    for path in wanted:
-        if path.startswith("scale/") and path not in start["meta"]["arrays"]:
-            paths.add(path)
-    return paths
+    drops_unknown = "state" in cfg.allow_change
+    return ckpt.restore_run(start["root"], start["meta"], like, initial, start["missing"],
+                            start["step"], drops_unknown, print0)
 
 
 # ---- what changes during a run
@@ -592,8 +569,7 @@ def train(run, state, progress):
                 export(run, state["params"], step, progress)
                 mark_done(progress, "export", step)
 
-            # Save last, so that the checkpoint has all that happened up to this step. A save that
-            # is due by time is temporary.
+            # Save last, so that the checkpoint has all that happened up to this step.
             for kind in ("weights", "save"):
                 if kind in due:
                     mark_done(progress, kind, step)
@@ -748,7 +724,7 @@ def save_state(run, state, step, progress, why, kind="save"):
     it is written.
 
     why: of due_events, "stop", "error", or "best" for an evaluation. kind: "save", or "weights" or
-    "best" for the parameters alone. The next checkpoint replaces one that is due by time.
+    "best" for the parameters alone.
     """
     cfg, timers = run["cfg"], progress["timers"]
     root = ckpt.roots(run["root"])[kind]
@@ -759,7 +735,6 @@ def save_state(run, state, step, progress, why, kind="save"):
     if kind != "save":
         max_to_keep = 1 if kind == "best" else 0
         keep_period = 0
-    temporary = kind == "save" and why == "second"
 
     # Hooks may skip it, and add their own state to its meta.json.
     planned = {"step": step, "kind": kind, "why": why,
@@ -804,7 +779,7 @@ def save_state(run, state, step, progress, why, kind="save"):
         # Optional: best checkpoint.
         if kind == "best":
             meta["best"] = describe_best(run, progress)
-        future = ckpt.save(root, step, tree, meta, max_to_keep, keep_period, temporary, print0)
+        future = ckpt.save(root, step, tree, meta, max_to_keep, keep_period, print0)
         progress["pending_saves"][kind] = {"step": step, "future": future}
         if kind == "save":
             progress["saved_step"] = step
@@ -1520,7 +1495,8 @@ def open_sources(setup, wanted=None):
         cfg.init_from, {name: row["shape"] for name, row in table.items()},
         open_weights=lambda path: task["hf"]["open_weights"](path, cfg),
         expected_names=lambda saved: task["init_names"](table, saved, cfg),
-        find_mismatches=find_mismatches, wanted=wanted, log=print0)
+        find_mismatches=find_mismatches, select=partial(model.matching, "init_from"),
+        wanted=wanted, log=print0)
 
 
 def place_state(state, like):
@@ -2478,16 +2454,15 @@ def open_hf(path, cfg):
     pieces = model.hf_pieces(cfg)
 
     def read(like):
-        unused = [*model.HF_UNUSED]
-        for name in pieces.keys() - like.keys():
-            tensors, _ = pieces[name]
-            unused += tensors.values()
-        wanted = {name: pieces[name] for name in like}
-        folder = data.hub_path(path, weights=True)
-        if cfg.tie_embeddings and "embed" in like:
-            ckpt.check_tied_tensors(folder, model.HF_NAMES["embed"], model.HF_NAMES["unembed"])
-        split = partial(model.split_fused_experts, cfg=cfg)
-        return ckpt.read_safetensors(folder, wanted, like, unused, split)
+        tensors = ckpt.open_tensors(data.hub_path(path, weights=True))
+        embed, unembed = model.HF_NAMES["embed"], model.HF_NAMES["unembed"]
+        copy = tensors.get(unembed) if cfg.tie_embeddings else None
+        if copy is not None and not np.array_equal(copy, tensors.get(embed)):
+            raise ValueError(f"config.json ties the embeddings, but {unembed} differs from "
+                             f"{embed}: set tie_word_embeddings to false in it to use both, or "
+                             f"delete {unembed} from the files")
+        tensors = model.split_fused_experts(tensors, cfg)
+        return ckpt.read_tensors(tensors, pieces, like, model.HF_UNUSED)
 
     return {"names": dict.fromkeys(pieces), "read": read}
 
@@ -2507,7 +2482,6 @@ def export_hf(params, cfg):
     ckpt.check_export(cfg.export, written_by)
     hf_config = model.hf_config(cfg)
     pieces = model.hf_pieces(cfg)
-    ckpt.import_safetensors()
     if params is None:
         return
 
@@ -2528,8 +2502,8 @@ def export_hf(params, cfg):
                    "Face tokenizer")
         write_generation_config(folder / "generation_config.json", tokenizer)
 
-    tensors = ckpt.each_tensor(model.merge_lora(params, cfg), pieces, cfg.export_dtype)
-    ckpt.write_export(cfg.export, written_by, tensors, "model", add_files)
+    ckpt.write_export(
+        cfg.export, written_by, model.merge_lora(params, cfg), pieces, cfg.export_dtype, add_files)
 
 
 def write_generation_config(path, tokenizer):
@@ -2697,8 +2671,6 @@ def find_saved(cfg, task, hooks, state=None, params=None):
 def load_saved(setup, start, state=None, params=None):
     """(step, parameters) that find_saved has found."""
     like = {"params": steplib.lower_steps(*step_args(setup))["state"]["params"]}
-    if start["meta"]:
-        check_saved_arrays(setup, start, like)
     programs = {"state": like, "from_params": lambda key, params: {"params": params}}
     step, loaded = load_start(setup, start, programs, state, params)
     return step, loaded["params"]

@@ -70,12 +70,12 @@ def lines_of(pid, end):
 
 
 def save_forever(root, n, tree, out):
-    """Save every step twice, some as temporary, and restore each; write the number of each."""
+    """Save every step twice and restore each; write the number of each."""
     ckpt.delete_leftovers(root)
     while True:
         os.write(out, f"{n}\n".encode())
         n += 1
-        ckpt.wait(ckpt.save(root, n // 2, tree(n), max_to_keep=2, temporary=n % 5 == 0))
+        ckpt.wait(ckpt.save(root, n // 2, tree(n), max_to_keep=2))
         ckpt.restore_newest(root, tree(n))
 
 
@@ -95,7 +95,7 @@ def inspect(root, out):
     value = value_of(ckpt.restore_newest(root, tree_of(0))[1])
     ckpt.delete_leftovers(root)
     named = {f"{step:09d}/{name}" for step in ckpt.steps(root) for name in (
-        "meta.json", "temporary", ckpt.read_meta(root, step)["folder"])}
+        "meta.json", ckpt.read_meta(root, step)["folder"])}
     found = {str(p.relative_to(root)) for p in Path(root).glob("*/*")}
     empty = {p.name for p in Path(root).iterdir() if not any(p.iterdir())}
     os.write(out, json.dumps([value, sorted(found - named | empty)]).encode())
@@ -147,11 +147,11 @@ def corrupt(path, kind, rng):
 
 
 def count_corruptions(n_corruptions, seed, root):
-    """Corrupt one file at a time of three checkpoints, of which the newest is temporary."""
+    """Corrupt one file at a time of three checkpoints."""
     rng, counts = random.Random(seed), Counter()
     intact, path = Path(root, "intact"), Path(root, "corrupted")
     for n in (1, 2, 3):
-        ckpt.wait(ckpt.save(intact, n, tree_of(n), temporary=n == 3))
+        ckpt.wait(ckpt.save(intact, n, tree_of(n)))
     files = sorted(p.relative_to(intact) for p in intact.rglob("*") if p.is_file())
     for i in range(n_corruptions):
         shutil.rmtree(path, ignore_errors=True)
