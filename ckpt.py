@@ -1353,7 +1353,7 @@ def open_tensors(folder):
         raise ValueError(f"{folder}: holds no model.safetensors; convert its pytorch_model.bin")
     tensors = {}
     for path in paths:
-        with _explain(f"{path}: cannot be read"):
+        with _explain(f"{path}: cannot be read as safetensors"):
             file = np.memmap(path, np.uint8, "r")
             start = 8 + int.from_bytes(file[:8], "little")
             header = json.loads(file[8:start].tobytes())

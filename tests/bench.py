@@ -362,7 +362,7 @@ LLAMA_TENSORS = {"wq": (2048, 2048), "wk": (512, 2048), "wv": (512, 2048), "wo":
 
 
 def make_tensors():
-    """Write two float32 files with five layers of LLAMA_TENSORS and an embedding."""
+    """Write a float32 file with five layers of LLAMA_TENSORS and an embedding."""
     import numpy as np
 
     import ckpt
@@ -370,8 +370,8 @@ def make_tensors():
     folder.mkdir()
     shapes = {f"{i}.{name}": shape for i in range(5) for name, shape in LLAMA_TENSORS.items()}
     shapes["embed"] = (32000, 2048)
-    ckpt.write_safetensors(folder, ((name, rng.random(shape, np.float32))
-                                    for name, shape in shapes.items()), shard_bytes=2**30)
+    tensors = ((name, rng.random(shape, np.float32)) for name, shape in shapes.items())
+    ckpt.write_safetensors(folder / "model.safetensors", shapes, "float32", tensors)
     return 0
 
 
@@ -404,7 +404,7 @@ def tensors_ours():
     wanted["embed"] = {(): "embed"}, False
     like["embed"] = jax.ShapeDtypeStruct((32000, 2048), jnp.float32, sharding=sharding)
     return tensors_rate(lambda folder: jax.block_until_ready(
-        ckpt.read_safetensors(folder, wanted, like)))
+        ckpt.read_tensors(ckpt.open_tensors(folder), wanted, like)))
 
 
 def tensors_load_file():

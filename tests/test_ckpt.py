@@ -506,9 +506,7 @@ def test_a_deleted_file_is_an_error_that_names_its_array(tmp_path):
 def test_verify_names_an_error_of_each_checkpoint(tmp_path, monkeypatch, capsys):
     """Of the parameters saved alone too. The exit code of the command is 1 when one is corrupted.
 
-    Break: ckpt.py: errors.append(str(e))
-        return => pass
-        return
+    Break: ckpt.py: errors.append(str(e)) => pass
     """
     save(tmp_path, 1, 2, 3, 4)
     save(tmp_path / "weights", 2, 4)
@@ -810,7 +808,7 @@ def test_a_stop_at_any_moment_leaves_the_old_or_the_new(trace, tmp_path):
     """A kill or a power loss after each system call of a save that replaces and prunes: the newest
     checkpoint is the old one of that step or the new one, and clean leaves only what it names.
 
-    Break: ckpt.py: for folder in folders: => for folder in ():
+    Break: ckpt.py: _sync(folder) => pass
     """
     before, after, calls = trace
     values, seen = [], {}
@@ -975,7 +973,7 @@ def test_with_two_processes_a_save_ends_when_process_0_has_committed(tmp_path):
     """Process 0 late; process 0 failing; process 1 failing; either not saving at all; process 1
     with an old listing; process 1 alone unable to read. Before that, which process sees the folder.
 
-    Break: ckpt.py: return [] if is_committed else [0] => return []
+    Break: ckpt.py: elif _is_committed(store, save_id): => else:
     """
     run_processes(2, PROCESS, tmp_path / "run")
     assert names_in(tmp_path / "run/000000001") == sorted(

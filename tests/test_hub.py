@@ -25,7 +25,6 @@ from conftest import ROOT
 
 hub = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 COMMIT_1, COMMIT_2 = "1" * 40, "2" * 40
 TOKENIZER = json.dumps({
@@ -65,14 +64,14 @@ def model_files(tmp_path, seed=0):
     cfg = config.derive_text(config.Config(
         d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=8))
     params = jax.jit(lambda key: model.init(key, cfg))(jax.random.key(seed))
-    folder = tmp_path / f"model-{seed}"
-    folder.mkdir()
-    ckpt.write_safetensors(folder, ckpt.each_tensor(params, model.hf_pieces(cfg), "float32"))
+    path, pieces = tmp_path / f"model-{seed}", model.hf_pieces(cfg)
+    ckpt.write_safetensors(path, ckpt.tensor_shapes(pieces, params), "float32",
+                           ckpt.each_tensor(params, pieces, "float32"))
     files = {
         ".gitattributes": "",
         "config.json": json.dumps(model.hf_config(cfg)),
         "tokenizer.json": TOKENIZER,
-        "model.safetensors": (folder / "model.safetensors").read_bytes(),
+        "model.safetensors": path.read_bytes(),
     }
     return files, np.asarray(params["embed"])
 
@@ -505,7 +504,7 @@ for line in sys.argv[1:]:
 def test_command_lines_with_names_on_the_hub(launch, tmp_path):
     """--mode plan fetches no weights and no data. A run fetches both. It resumes without network.
 
-    Break: train.py: folder = data.hub_path(path, weights=True) => folder = data.hub_path(path)
+    Break: train.py: data.hub_path(path, weights=True) => folder = data.hub_path(path)
     """
     files, _ = model_files(tmp_path)
     files = {path: x if isinstance(x, bytes) else x.encode() for path, x in files.items()}

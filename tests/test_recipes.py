@@ -35,8 +35,7 @@ NO_DATA = "data 'missing.txt': no such file"
 def saved_arrays(out):
     root = Path(out) / "ckpt"
     like = {name: np.zeros(d["shape"], d["dtype"])
-            for name, d in ckpt.read_meta(root, ckpt.latest(root))["arrays"].items()
-            if name != ckpt.SMALL}
+            for name, d in ckpt.read_meta(root, ckpt.latest(root))["arrays"].items()}
     return ckpt.restore(root, ckpt.latest(root), like)
 
 

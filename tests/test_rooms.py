@@ -254,8 +254,7 @@ FEATURES = {
             ("train.py", 'Path(data.hub_path(path), "tokenizer.json")',
              'Path(path, "tokenizer.json")'),
             ("train.py", "ckpt.read_hf_config(data.hub_path(path))", "ckpt.read_hf_config(path)"),
-            ("train.py", "        folder = data.hub_path(path, weights=True)\n",
-             "        folder = path\n"),
+            ("train.py", "data.hub_path(path, weights=True)", "path"),
         ],
     },
     "locks of buckets": {

@@ -80,7 +80,7 @@ def arrays(out):
     root = Path(out) / "ckpt"
     step = ckpt.latest(root)
     like = {name: np.zeros(d["shape"], d["dtype"])
-            for name, d in ckpt.read_meta(root, step)["arrays"].items() if name != ckpt.SMALL}
+            for name, d in ckpt.read_meta(root, step)["arrays"].items()}
     return ckpt.restore(root, step, like)
 
 
@@ -308,13 +308,13 @@ def test_without_log_every_only_a_step_that_is_not_finite_has_a_row(tiny):
     """With log_every 0 only a step whose loss is not finite gets a log row, which covers this step
     alone, also after a save. In metrics.jsonl numbers that are not finite are null.
 
-    Break: ckpt.py: return x if isfinite(x) else None => return x
+    Break: ckpt.py: json.loads(text, parse_constant=lambda _: None) => json.loads(text)
     """
     def spoil(event, value):
         if event == "state" and int(value["step"]) == 6:
             params = value["params"]
             return value | {"params": params | {"final_norm": params["final_norm"] * np.nan}}
-        deep = {"list": [1.0, np.float32("-inf")], (1, 2): 3}
+        deep = {"list": [1.0, np.float32("-inf")], 1: 3}
         return value | {"deep": deep} if event == "log" else None
 
     cfg = tiny(log_every=0, on_nonfinite="skip", save_every=2, eval_every=0)
@@ -324,7 +324,7 @@ def test_without_log_every_only_a_step_that_is_not_finite_has_a_row(tiny):
     logged = [row for row in parsed if row["event"] == "log"]
     assert [(row["step"], row["n_labels"], row["loss"]) for row in logged] == [
         (7, 128, None), (8, 128, None)]
-    assert logged[0]["deep"] == {"list": [1.0, None], "(1, 2)": 3}
+    assert logged[0]["deep"] == {"list": [1.0, None], "1": 3}
     for step in ckpt.steps(Path(cfg.out_dir) / "ckpt"):
         assert ckpt.read_meta(Path(cfg.out_dir) / "ckpt", step)["since_log"] == {}
 
@@ -756,7 +756,7 @@ def test_lora_tunes_a_trained_model_and_saves_only_its_factors(tiny, tmp_path, c
     prints this, and ends bit-identical. A new run starts from both, and an error is raised if it
     would discard the factors.
 
-    Break: train.py: paths = ckpt.paths_of(start["missing"], wanted) => paths = set()
+    Break: ckpt.py: absent = paths_of(missing, wanted) | => absent = set() |
     """
     base = tiny(steps=8, eval_every=0)
     old = train.main(base)["state"]["params"]
@@ -1329,14 +1329,15 @@ def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
     """A second run is refused while the first is alive, also if only its ckpt_dir is the same
     folder.
 
-    Break: ckpt.py: ("ckpt_dir", root)): => ("ckpt_dir", out_dir)):
+    Break: ckpt.py: for path in (out_dir, root) if _is_local(path)} =>
+    for path in (out_dir,)}
     """
     same = dict(ckpt_dir=f"{tiny().out_dir}/ckpt", out_dir=str(tmp_path / "other"))
 
     def second(event, value):
         if event == "start":
-            for change, words in (({}, "out_dir .*: another run is writing to it"),
-                                  (same, "ckpt_dir .*/ckpt.*: another run is writing to it")):
+            for change, words in (({}, "another run is writing to it"),
+                                  (same, "/ckpt: another run is writing to it")):
                 with pytest.raises(ValueError, match=words):
                     train.main(tiny(**change))
 
@@ -1602,7 +1603,7 @@ def test_parameters_of_another_architecture_are_refused(tiny, tmp_path):
     """If the architecture differs, init_from raises an error that lists the differences, even if
     all shapes fit. --allow_change permits differences of the forward pass.
 
-    Break: ckpt.py: wrong = list(source.get("mismatches", [])) => wrong = []
+    Break: ckpt.py: errors = [*source.get("mismatches", ())] => errors = []
     """
     base = tiny(steps=1, eval_every=0, save_every=0, rope_theta=5e5, norm_eps=1e-5)
     train.main(base)
@@ -1633,7 +1634,7 @@ def test_a_folder_without_locks_is_used(tiny, monkeypatch, capsys):
     """On a file system without flock the run prints a notice and continues. It creates nested
     folders, and a tiny fraction of an epoch is one step.
 
-    Break: ckpt.py: log(f"{field}: its file system => raise OSError(f"{field}: its file system
+    Break: ckpt.py: log(f"{folder}: its file system => raise OSError(f"{folder}: its file system
     """
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -1644,13 +1645,12 @@ def test_a_folder_without_locks_is_used(tiny, monkeypatch, capsys):
     assert "has no locks (No locks available)" in capsys.readouterr().out
 
 
-def test_a_checkpoint_by_time_is_deleted_after_the_next(tiny, monkeypatch):
-    """A save is due by time after each step. The run keeps only the two checkpoints that are due
-    by steps, and weights that are saved by time.
+def test_checkpoints_by_time_are_kept_as_others_are(tiny, monkeypatch):
+    """A save is due by time after each step. The newest two stay, and all weights.
 
-    Break: train.py: and why == "second" => and why == "third"
+    Break: train.py: max_to_keep = 1 if kind == "best" else 0 => max_to_keep = 1
     """
-    cfg = tiny(steps=6, save_every="3,1s", weights_every="1s", max_to_keep=0, eval_every=0)
+    cfg = tiny(steps=6, save_every="3,1s", weights_every="1s", max_to_keep=2, eval_every=0)
     times = itertools.count()
     due_events = train.due_events
 
@@ -1663,7 +1663,7 @@ def test_a_checkpoint_by_time_is_deleted_after_the_next(tiny, monkeypatch):
     kinds = [(row["step"], row["kind"]) for row in rows(cfg.out_dir, "save")]
     assert sorted(kinds) == [(i, kind) for i in range(1, 7) for kind in ("save", "weights")]
     folder = Path(cfg.out_dir, "ckpt")
-    assert (ckpt.steps(folder), ckpt.steps(folder / "weights")) == ([3, 6], [1, 2, 3, 4, 5, 6])
+    assert (ckpt.steps(folder), ckpt.steps(folder / "weights")) == ([5, 6], [1, 2, 3, 4, 5, 6])
 
 
 def test_config_json_is_replaced_atomically(tmp_path, monkeypatch):
@@ -1685,17 +1685,13 @@ def test_config_json_is_replaced_atomically(tmp_path, monkeypatch):
     assert Path(tmp_path, "config.json").read_text() == "the old one"
 
 
-def test_an_export_that_fails_is_reported(tiny, monkeypatch):
-    """Without safetensors the run does not start. If the last export fails, the run saves its
-    checkpoint and ends with exit code 1 and the reason.
+def test_an_export_that_fails_is_reported(tiny):
+    """If the last export fails, the run saves its checkpoint and ends with exit code 1 and the
+    reason.
 
-    Break: train.py: ckpt.import_safetensors() => pass
+    Break: train.py: reason = "; ".join([reason, *errors.values()]) => pass
     """
     cfg = tiny(steps=1, eval_every=0, export=str(Path(tiny().out_dir + "_hf")), export_every=1)
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ValueError, match="safetensors is not installed: pip install"):
-        train.main(cfg)
-    assert not rows_or_none(cfg.out_dir)
 
     def full(params, cfg):
         if params is not None:
@@ -2080,42 +2076,9 @@ def test_rows_that_do_not_fit_on_the_disk_are_written_later(tiny, capsys):
     assert [row["step"] for row in rows(cfg.out_dir, "log")] == [1, 2, 3]
 
 
-def test_a_folder_that_cannot_be_synced_is_refused_at_the_start(tiny, monkeypatch, capsys):
-    """A file system that refuses to sync a folder would refuse each save.
-
-    Break: ckpt.py: for path in (lock_file.name, folder): => for path in ():
-    """
-    def refuse(descriptor):
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(ValueError, match="out_dir .*: cannot be written: Invalid argument"):
-        train.main(tiny())
-    assert "compiling" not in capsys.readouterr().out
-
-
-def test_a_full_disk_at_the_start_is_a_sentence(tiny, capsys):
-    """No file can grow beyond 5 bytes: exit code 2 and one sentence, before the compilation.
-
-    Break: ckpt.py: lock_file.write(" " * FIRST_BYTES) => pass
-    """
-    cfg = tiny()
-    Path(cfg.out_dir + ".json").write_text(config.to_json(cfg))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
-    try:
-        code = train.cli(["--config", cfg.out_dir + ".json"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    output = capsys.readouterr()
-    assert code == 2 and "compiling" not in output.out
-    assert output.err == (f"error: out_dir {cfg.out_dir!r}: cannot be written: File too large; "
-                          "choose another\n")
-
-
-def test_saved_arrays_that_a_run_lacks_are_an_error(tiny, capsys):
+def test_saved_arrays_that_a_run_lacks_are_an_error(tiny):
     """A checkpoint with a parameter, a moment or another leaf that the state lacks, as after an
-    edit of the model, is refused before the compilation. --allow_change state drops them.
+    edit of the model, is refused. --allow_change state drops them.
 
     Break: ckpt.py: if unknown and not drops_unknown: => if False:
     """
@@ -2127,13 +2090,11 @@ def test_saved_arrays_that_a_run_lacks_are_an_error(tiny, capsys):
         meta.pop(key)
     tree["params"]["old"] = tree["opt"]["0"]["mu"]["old"] = tree["ema"] = np.zeros(3)
     ckpt.wait(ckpt.save(root, 1, tree, meta))
-    capsys.readouterr()
     more = dataclasses.replace(cfg, steps=2)
     with pytest.raises(ValueError, match="lacks: ema, opt/0/mu/old, params/old; to drop"):
         train.main(more)
     with pytest.raises(ValueError, match="lacks: params/old; to drop them on purpose: --allow_ch"):
         train.main(dataclasses.replace(cfg, mode="eval"))
-    assert "compiling" not in capsys.readouterr().out
     assert train.main(dataclasses.replace(more, allow_change=("state",)))["step"] == 2
     assert "params/old" not in ckpt.read_meta(root, 2)["arrays"]
 
@@ -2141,7 +2102,7 @@ def test_saved_arrays_that_a_run_lacks_are_an_error(tiny, capsys):
 def test_the_scale_of_float16_starts_where_a_checkpoint_has_none(tiny):
     """A run resumes in float16 from float32 with the first loss scale, and back without it.
 
-    Break: train.py: if path.startswith("scale/") and path not => if False and path not
+    Break: ckpt.py: | (scale - meta["arrays"].keys()) => | set()
     """
     for steps, dtype in enumerate(("float32", "float16", "float32"), 1):
         cfg = tiny(steps=steps, eval_every=0, dtype=dtype, allow_change=("dtype",))
