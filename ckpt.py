@@ -1446,8 +1446,6 @@ def write_safetensors(path, shapes, dtype, tensors):
         file.write(len(text).to_bytes(8, "little") + text)
         for _, x in tensors:
             file.write(x.tobytes())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_hf_config(folder):
@@ -1495,17 +1493,18 @@ def write_export(folder, run, arrays, pieces, dtype, add_files):
         shapes = tensor_shapes(pieces, arrays)
         write_safetensors(new / "model.safetensors", shapes, dtype, tensors)
         if is_main:
-            _sync(new)
+            for path in (*new.iterdir(), new):
+                _sync(path)
             shutil.rmtree(out, ignore_errors=True)
             new.rename(out)
     except (OSError, ValueError) as e:
         error = str(e)
         for _ in tensors:  # the other processes wait for this one at each tensor
             pass
-        shutil.rmtree(new, ignore_errors=True)
 
     def report():
         if error is not None:
+            shutil.rmtree(new, ignore_errors=True)
             raise ValueError(f"export {folder}: could not be written: {error}")
 
     broadcast_from_main(report)
