@@ -307,7 +307,6 @@ def start_run(setup, progress, observers, check_lock, state, params):
                "again: --resume overwrite, or another --out_dir. To export it: --mode export "
                "--export DIR")
         return None
-    steps = steplib.lower_steps(*step_args(setup))
 
     # Print what will run, and examples of the user's own files at the first launch.
     unsaved = model.matching("save_exclude", cfg.save_exclude, setup["table"])
@@ -322,7 +321,7 @@ def start_run(setup, progress, observers, check_lock, state, params):
         # Compiled: "train_step", "eval_step", "init", "from_params", "digest". Also "state"
         # (shapes), "memory" (bytes by kind), and "compile_eval" and "compile_digest", which compile
         # these two now, so that the time is charged to the compilation.
-        programs = steplib.compile_steps(steps)
+        programs = steplib.compile_steps(steplib.lower_steps(*step_args(setup)))
         steplib.check_fits(programs["memory"], setup["mesh"])
     compile_s = timers["seconds"]["compile"]
 
