@@ -178,8 +178,8 @@ def test_fused_experts_are_read(name, tmp_path):
     """A file of transformers 5 with one tensor for all experts of a layer gives the parameters of
     one that has a tensor for each expert.
 
-    Break: model.py: rows = tensor[expert, i * n_rows:(i + 1) * n_rows] =>
-    rows = tensor[0, i * n_rows:(i + 1) * n_rows]
+    Break: model.py: rows = fused[expert, i * n_rows:(i + 1) * n_rows] =>
+    rows = fused[0, i * n_rows:(i + 1) * n_rows]
     """
     make_hf_model(name, tmp_path / "plain")
     make_hf_model(name, tmp_path / "fused", save_original_format=False)
