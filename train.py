@@ -676,7 +676,7 @@ def log_step(run, progress):
         values = jax.device_get(metrics)
         # This only replaces a mean over no label by NaN.
         values |= metric_means(metric_sums(values))
-    row = log_event("step", {"step": step} | floats(values))
+    row = log_event("step", {"step": step} | numbers(values))
 
     # The first step of a launch is slower: no rate of a later row counts it.
     if step == run["first_step"] + 1 and not is_logged:
@@ -703,8 +703,8 @@ def log_step(run, progress):
         add_to_sums(since_log, step)
         values |= metric_means(since_log["sums"])
         since_log["sums"] = {}
-        row |= floats(values)
-        row |= floats(run["task"]["metrics"](values, run["train_data"]))
+        row |= numbers(values)
+        row |= numbers(run["task"]["metrics"](values, run["train_data"]))
         speeds = throughput(run, step, timers, row)
         taken = sorted(speeds.keys() & row.keys())
         if taken:
@@ -1209,8 +1209,8 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
 
 def eval_metrics(task, means, source, suffix=""):
     """{"val_METRIC" + suffix: value} of the means, and of the task's metrics."""
-    values = floats(means)
-    values |= floats(task["metrics"](means, source))
+    values = numbers(means)
+    values |= numbers(task["metrics"](means, source))
     values["n_labels"] = int(values["n_labels"])
     return {f"val_{name}{suffix}": value for name, value in values.items()}
 
@@ -1775,12 +1775,6 @@ def print0(*words):
             tqdm.write(" ".join(map(str, words)), file=sys.stdout)
 
 
-def print_here(*words):
-    """Print in this process, after its index."""
-    with ignore_stdout_errors():
-        print(f"process {jax.process_index()}  ", *words, sep="", flush=True)
-
-
 @contextlib.contextmanager
 def ignore_stdout_errors():
     """Ignore an OSError of what is printed within, and flush: a closed terminal, a broken pipe or a
@@ -1806,20 +1800,14 @@ def is_terminal(stream):
 
 
 def numbers(row):
-    """The entries of a row that are numbers, as Python numbers. Hooks may add those of NumPy."""
+    """The entries of a dict that are numbers, of Python, NumPy or JAX, as Python numbers."""
     found = {}
     for name, x in row.items():
-        if isinstance(x, (np.number, jax.Array)) and np.ndim(x) == 0:
+        if hasattr(x, "item") and np.ndim(x) == 0:
             x = x.item()
         if isinstance(x, (int, float)):
             found[name] = x
     return found
-
-
-def floats(values):
-    """The scalar entries of a dict of arrays, as Python floats."""
-    return {name: float(x) for name, x in values.items()
-            if not isinstance(x, dict) and np.ndim(x) == 0}
 
 
 # ---- observers
@@ -1861,9 +1849,7 @@ def jsonl(cfg):
 # ---- the console
 
 
-# Beside the progress bar of a terminal, log rows leave a line after this fraction of the steps or
-# after this time, whichever comes first.
-LINE_EVERY_FRAC, LINE_EVERY_S = 0.1, 60
+LINE_EVERY_FRAC = 0.1  # of the steps, after which a log row leaves a line beside a progress bar
 
 
 # The console's line for an event, with fields of its row.
@@ -1881,13 +1867,13 @@ EVENT_LINES = {
 def console(cfg):
     """Show a progress bar on a terminal, plain lines elsewhere."""
     bar = tqdm(disable=True)
-    last_line = {"step": 0, "time_s": time.perf_counter()}  # of a log row
+    next_line = 0  # first step whose log row leaves a line
 
     @ignore_stdout_errors()
     def observe(event, row):
-        nonlocal bar
+        nonlocal bar, next_line
         if event == "start":
-            last_line["step"] = row["step"]
+            next_line = row["step"] + LINE_EVERY_FRAC * cfg.steps
             mib = row["memory_bytes_per_device"]["total"] / 2**20
             print0(f"compiled in {row['compile_s']:.1f} s, {mib:,.0f} MiB per device; from "
                    f"{row['origin']}, at step {row['step']}")
@@ -1898,11 +1884,9 @@ def console(cfg):
         elif event == "log":
             speed = speed_name(row)
             bar.set_postfix_str(format_metrics(row, ["loss", speed]), refresh=False)
-            has_progressed = row["step"] - last_line["step"] >= LINE_EVERY_FRAC * cfg.steps
-            has_waited = time.perf_counter() - last_line["time_s"] >= LINE_EVERY_S
-            if bar.disable or has_progressed or has_waited:
+            if bar.disable or row["step"] >= next_line:
                 print0(format_log_row(row))
-                last_line.update(step=row["step"], time_s=time.perf_counter())
+                next_line = row["step"] + LINE_EVERY_FRAC * cfg.steps
         elif event == "eval":
             print_eval_row(row)
         elif event == "sample":
@@ -1914,7 +1898,7 @@ def console(cfg):
         elif event in ("end", "error"):
             bar.close()
         if event == "end":
-            print_summary(cfg, row)
+            print_summary(row)
 
     return observe
 
@@ -2010,7 +1994,7 @@ def printable(text):
     return "".join(c if c.isprintable() or c in "\t\n" else repr(c)[1:-1] for c in text)
 
 
-def print_summary(cfg, row):
+def print_summary(row):
     """Print where the time went, the newest metrics, and why the run stopped."""
     seconds = row["time_s"]
     total = sum(seconds.values())
@@ -2022,14 +2006,10 @@ def print_summary(cfg, row):
         print0(format_metrics(row, ["best_val_loss", "best_val_step"]))
 
     is_done = row["reason"] == all_done(row["step"])
-    saved = ", not saved"
-    if row["checkpoint"]:
-        saved = f", saved in {ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)}"
-    print0(f"{'done' if is_done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s{saved}")
+    saved = f"saved in {row['checkpoint']}" if row["checkpoint"] else "not saved"
+    print0(f"{'done' if is_done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s, {saved}")
     if row["checkpoint"] and not row["exit_code"] and not is_done:
-        flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
-        limit = ", as far as --stop allows" if cfg.stop else ""
-        print0(f"the same command{flag} continues from here{limit}")
+        print0("the same command, without --stop and --resume, continues from here")
 
 
 # ---- samples of text
@@ -2590,7 +2570,8 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     the loss have an effect.
     """
     # Find the parameters, and check that they fit what is to be done.
-    setup, start = find_saved(cfg, task, hooks, state, params)
+    is_given = state is not None or params is not None
+    setup, start = find_saved(cfg, task, hooks, is_given)
     cfg, task = setup["cfg"], setup["task"]
     if cfg.mode == "sample" and not task["sample"]:
         raise ValueError("mode sample: this task has no samples")
@@ -2636,35 +2617,33 @@ def load_run(cfg, task=TEXT, hooks=()):
     return setup, *load_saved(setup, start)
 
 
-def find_saved(cfg, task, hooks, state=None, params=None):
-    """Find the parameters that a mode without a loop uses: (setup, start of load_start). They are,
-    in this order, of the given state, the given ones, those of the checkpoint of cfg.out_dir that
-    cfg.checkpoint names, or those of cfg.init_from.
+def find_saved(cfg, task, hooks, is_given=False):
+    """Find the parameters that a mode without a loop uses: (setup, start of load_start). If the
+    caller gave none, they are those of the checkpoint of cfg.out_dir that cfg.checkpoint names, or
+    those of cfg.init_from.
     """
-    is_given = state is not None or params is not None
-    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-    step, meta = None, {}
-    if not is_given and cfg.checkpoint == "latest":
+    setup = setup_run(cfg, task, hooks=hooks)
+    cfg, root = setup["cfg"], setup["root"]
+    start = {"root": root, "meta": {}, "step": None, "run": cfg.out_dir, "missing": set(),
+             "load_from": []}
+    if is_given:
+        return setup, start
+    if cfg.checkpoint == "latest":
         needed_for = "" if cfg.init_from else f"mode {cfg.mode}"
         _, meta = ckpt.newest_run_meta(root, needed_for, config.nearest_runs(cfg.out_dir))
-    elif not is_given:
-        root, step, meta = ckpt.find_checkpoint(root, cfg.checkpoint)
+    else:
+        start["root"], start["step"], meta = ckpt.find_checkpoint(root, cfg.checkpoint)
     if meta:
         print0(f"run {cfg.out_dir}, checkpoint {cfg.checkpoint}, of step {meta['step']}")
 
-    setup = setup_run(cfg, task, hooks=hooks)
-    cfg = setup["cfg"]
-    missing, load_from = set(), []
-    if not is_given:
-        missing, load_from = find_parameters(setup, meta)
+    missing, load_from = find_parameters(setup, meta)
     errors = config.architecture_mismatch(meta.get("config", {}), vars(cfg))
     if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
         errors.append("init_from is not used, as the run has a checkpoint; use another --out_dir")
     for name in sorted(missing.difference(*(source["take"].values() for source in load_from))):
         errors.append(f"no source in init_from has {name}")
     config.raise_if_errors(errors, f"mode {cfg.mode}, {root}")
-    return setup, {"root": root, "meta": meta, "step": step, "run": cfg.out_dir,
-                   "missing": missing, "load_from": load_from}
+    return setup, start | {"meta": meta, "missing": missing, "load_from": load_from}
 
 
 def load_saved(setup, start, state=None, params=None):
@@ -2863,7 +2842,7 @@ def log_of_process(cfg):
     """With --log_all_processes: print the log rows of a process that is not process 0."""
     def observe(event, row):
         if event == "log":
-            print_here(format_log_row(row))
+            print(f"process {jax.process_index()}  {format_log_row(row)}", flush=True)
 
     return observe
 
@@ -2875,10 +2854,9 @@ def trace_profile(cfg):
     """Trace the steps first:last of cfg.profile into out_dir/profile."""
     first, last = config.profile_span(cfg)
     folder = Path(cfg.out_dir) / "profile"
-    if is_main():
-        return steplib.profiler(first, last, folder, print0)
-    # Only with --log_all_processes.
-    return steplib.profiler(first, last, folder / f"process_{jax.process_index()}", print_here)
+    if not is_main():  # with --log_all_processes
+        folder /= f"process_{jax.process_index()}"
+    return steplib.profiler(first, last, folder, print0)
 
 
 # ---- plot
