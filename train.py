@@ -397,37 +397,38 @@ def choose_start(setup, train_data, state, params):
     is_given = state is not None or params is not None
     others = config.nearest_runs(cfg.out_dir)
     _, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given, others)
-    start = {"sources": [], "missing": set(), "load_from": [], "meta": meta, "root": root,
-             "step": None, "run": cfg.out_dir, "is_branch": False}
-    if is_given:
-        given = "parameters" if state is None else "state"
-        return start | {"origin": f"the given {given}"}
+    start = {"origin": "a fresh initialization", "sources": [], "missing": set(), "load_from": [],
+             "meta": meta, "root": root, "step": None, "run": cfg.out_dir, "is_branch": False}
+    if state is not None:
+        return start | {"origin": "the given state"}
+    if params is not None:
+        return start | {"origin": "the given parameters"}
 
-    # Optional: branches of a run.
-    if cfg.branch_from and not meta:
-        start |= find_branch(cfg)
-        meta = start["meta"]
-    elif meta:
+    if meta:
+        start["origin"] = "its own checkpoint"
         config.check_resumable(meta["config"], cfg, meta.get("mesh", {}),
                                dict(setup["mesh"].shape), steplib.DEFAULT_LR)
-    missing, load_from = find_parameters(setup, meta)
-    sources = [source.get("summary", source["path"]) for source in load_from]
-    if meta and not start["is_branch"]:
-        check_same_data(cfg, train_data, meta, sources if missing else None)
+    # Optional: branches of a run.
+    elif cfg.branch_from:
+        start |= find_branch(cfg)
+    start["missing"], start["load_from"] = find_parameters(setup, start["meta"])
+    sources = [source.get("summary", source["path"]) for source in start["load_from"]]
+    if sources and not start["meta"]:
+        start["origin"] = ", ".join(sources)
+    start["sources"] = sources or start["meta"].get("sources", [])
 
-    origin = "a fresh initialization"
-    if start["is_branch"]:
-        origin = f"the checkpoint {cfg.branch_from}"
-    elif meta:
-        origin = "its own checkpoint"
-    elif sources:
-        origin = ", ".join(sources)
-    return start | {
-        "origin": origin,
-        "sources": sources or meta.get("sources", []),
-        "missing": missing,
-        "load_from": load_from,
-    }
+    # A run resumes on the same data, and from the same sources if it needs them.
+    if meta:
+        saved = {"data": meta["data"]["fingerprint"], "init_from": meta.get("sources")}
+        current = {"data": train_data["fingerprint"], "init_from": start["sources"]}
+        errors = []
+        for text in config.differences(saved, current):
+            name = text.split()[0]
+            if name not in cfg.allow_change:
+                errors.append(f"{text}: bring it back, or continue with --allow_change {name}")
+        config.raise_if_errors(
+            errors, f"{cfg.out_dir} holds a run from other data or parameters")
+    return start
 
 
 def load_start(setup, start, programs, state, params):
@@ -474,15 +475,14 @@ def init_progress(launched):
         # {event: step} and {event: seconds since the launch} when each event last happened
         "last_done": {},
         "last_done_s": {},
-        # {metric: newest value}
+        # {metric: newest value}, and the best validation loss of all launches: "best_val_loss",
+        # "best_val_step"
         "last_metrics": {},
         # Whether all losses and gradients were finite
         "is_finite": True,
         # Metrics of the newest step, which the device may still compute: {"step", "metrics",
         # "waited_s"}, or None
         "pending": None,
-        # {"best_val_loss", "best_val_step"} of all launches, {} before the first evaluation
-        "best_validation": {},
         # Metrics since the last log row
         "since_log": new_sums({}),
         "timers": init_timers(launched),
@@ -592,7 +592,6 @@ def train(run, state, progress):
             log_event("dispatch", {"step": step + 1})
             with jax.transfer_guard("disallow"):  # a hidden copy would stall the step
                 new_state, metrics = programs["train_step"](state, batch, lr)
-            progress["since_log"]["steps"].append((step + 1, metrics))
             state = run_hooks(run["hooks"], "state", new_state)
 
             # Log the metrics of step k. This waits for step k, while step k + 1 is queued.
@@ -659,21 +658,20 @@ def log_step(run, progress):
     timers, since_log = progress["timers"], progress["since_log"]
     step, metrics = pending["step"], pending["metrics"]
 
-    # Wait for the step. The dict of metrics is also in since_log, which needs only means and
-    # counts: take the rest out.
-    weight_stats = metrics.pop("watch", {})  # stay on the device until they are logged
-    finite = bool(metrics.pop("finite"))
-    finite_grads = metrics.pop("finite_grads", None)
-    # The seconds in which the loop waited for its data.
+    # Wait for the step. The seconds in which the loop waited for its data are no part of it.
+    finite = bool(metrics["finite"])
     timers["seconds"]["step"] -= pending["waited_s"]
     timers["seconds"]["data"] += pending["waited_s"]
 
-    # Copy the metrics to the host only if they are needed: this takes up to a millisecond.
+    # Copy means and counts to the host only if they are needed: this takes up to a millisecond.
+    unread = {name: x for name, x in metrics.items()
+              if name not in ("finite", "finite_grads", "watch")}
+    since_log["unread"].append(unread)
     is_log_point = bool(cfg.log_every) and step % cfg.log_every == 0
     is_logged = is_log_point or not finite
     values = {}
     if is_logged or run["hooks"]:
-        values = jax.device_get(metrics)
+        values = jax.device_get(unread)
         # This only replaces a mean over no label by NaN.
         values |= metric_means(metric_sums(values))
     row = log_event("step", {"step": step} | numbers(values))
@@ -685,32 +683,31 @@ def log_step(run, progress):
     # A loss or gradient that is not finite.
     if not finite:
         if progress["is_finite"]:  # the first one
-            log_nonfinite(run, step, row["objective"], finite_grads)
+            log_nonfinite(run, step, row["objective"], metrics.get("finite_grads"))
         progress["is_finite"] = False
         if cfg.on_nonfinite == "raise":
             raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
 
     # Bound the number of metrics on the device: read them and add them to the sums.
     if not cfg.log_every:  # then a row has the metrics of its step alone
-        since_log["steps"] = [(at, kept) for at, kept in since_log["steps"] if at >= step]
-    elif len(since_log["steps"]) >= MAX_UNREAD_STEPS:
-        add_to_sums(since_log, step)
+        since_log["unread"] = [unread]
+    elif len(since_log["unread"]) >= MAX_UNREAD_STEPS:
+        add_to_sums(since_log)
     if not is_logged:
         return
 
     # Log the means since the last log row, with speeds.
     with timed(timers, "other"):
-        add_to_sums(since_log, step)
+        add_to_sums(since_log)
         values |= metric_means(since_log["sums"])
         since_log["sums"] = {}
         row |= numbers(values)
         row |= numbers(run["task"]["metrics"](values, run["train_data"]))
         speeds = throughput(run, step, timers, row)
         taken = sorted(speeds.keys() & row.keys())
-        if taken:
-            raise ValueError(f"metrics {', '.join(taken)}: are names of a log row; rename them")
-        if weight_stats:
-            row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(weight_stats))
+        assert not taken, f"metrics {', '.join(taken)}: are names of a log row; rename them"
+        if "watch" in metrics:
+            row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(metrics["watch"]))
         row = log_event("log", row | speeds)
     for name, value in numbers(row).items():
         if name not in speeds:
@@ -767,7 +764,7 @@ def save_state(run, state, step, progress, why, kind="save"):
 
         # Where the run stands.
         if cfg.log_every:
-            add_to_sums(progress["since_log"], step)
+            add_to_sums(progress["since_log"])
         meta = run["meta"] | {
             "data": data_position(run, step),
             "digest": digest,
@@ -1004,25 +1001,19 @@ def set_steps(cfg, train_data):
 
 def step_args(setup):
     """The arguments of steplib.lower_steps."""
-    task = setup["task"]
+    cfg, task = setup["cfg"], setup["task"]
 
     def override(name, value):
         value = run_hooks(setup["hooks"], name, value)
-        if name == "loss_fn":
-            check_dropout(setup["cfg"], value)
+        is_dropped = bool(cfg.dropout) and cfg.mode in ("train", "plan")
+        if name == "loss_fn" and is_dropped and not steplib.takes_train_keys(value):
+            raise ValueError(f"dropout {cfg.dropout}: the loss takes no train_keys, so it would "
+                             "drop nothing; set it to 0, or give the loss the argument "
+                             "train_keys=None and pass it on")
         return value
 
-    return (setup["cfg"], setup["mesh"], setup["table"], task["loss"], task["init"],
-            setup["batch"], override, evaluation_of(setup))
-
-
-def check_dropout(cfg, loss_fn):
-    """Raise ValueError if a training loss would ignore cfg.dropout."""
-    is_training = cfg.mode in ("train", "plan")
-    if is_training and cfg.dropout and not steplib.takes_train_keys(loss_fn):
-        raise ValueError(f"dropout {cfg.dropout}: the loss takes no train_keys, so it would drop "
-                         "nothing; set it to 0, or give the loss the argument train_keys=None and "
-                         "pass it on")
+    return (cfg, setup["mesh"], setup["table"], task["loss"], task["init"], setup["batch"],
+            override, evaluation_of(setup))
 
 
 def data_position(run, step):
@@ -1045,8 +1036,7 @@ def describe_progress(run, progress):
         "last_done": progress["last_done"],
         "requests": sorted(progress["requests"]),
         "last_metrics": metrics,
-        "best_validation": progress["best_validation"],
-        "validation": run["validation"],  # that of best_validation
+        "validation": run["validation"],
         "time_s": time_by_bucket(progress["timers"]),
     }
 
@@ -1060,13 +1050,10 @@ def restore_progress(progress, step, meta, validation):
         progress["saved_step"] = step
         progress["last_done"] = saved["last_done"]
         progress["requests"].update(saved["requests"])
-        progress["last_metrics"] = saved["last_metrics"]
-        if saved["validation"] == validation:
-            progress["best_validation"] = saved["best_validation"]
-        else:  # what was measured on other validation data no longer counts
-            for name in [*progress["last_metrics"]]:
-                if name.startswith("val_"):
-                    del progress["last_metrics"][name]
+        # What was measured on other validation data no longer counts.
+        for name, value in saved["last_metrics"].items():
+            if saved["validation"] == validation or not name.startswith(("val_", "best_val_")):
+                progress["last_metrics"][name] = value
         for bucket, seconds in saved["time_s"].items():
             progress["timers"]["seconds"][bucket] += seconds
     progress["since_log"] = new_sums(meta.get("since_log", {}))
@@ -1101,7 +1088,7 @@ def summary_of_finished(root):
 def newest_metrics(progress, step):
     """The newest metrics at the end of a run, without the step of the evaluation if it is this one.
     """
-    metrics = progress["last_metrics"] | progress["best_validation"]
+    metrics = dict(progress["last_metrics"])
     if metrics.get("val_step") == step:
         metrics.pop("val_step")
     return metrics
@@ -1114,7 +1101,7 @@ def run_validation(run, state, step, progress):
     """Evaluate the validation data, and log it. Return False if a stop has ended it before that."""
     if not run["val_data"]:
         return True
-    timers = progress["timers"]
+    timers, last_metrics = progress["timers"], progress["last_metrics"]
     with timed(timers, "data"):
         val_data = val_data_at(run, step, progress)
     if not val_data:
@@ -1137,12 +1124,11 @@ def run_validation(run, state, step, progress):
     values = numbers(row)
     for name, value in values.items():
         if name not in ("step", "eval_s") and not name.endswith("s_per_s"):
-            progress["last_metrics"][name] = value
-    progress["last_metrics"]["val_step"] = step
+            last_metrics[name] = value
+    last_metrics["val_step"] = step
     # The earlier one of equal losses is the best. A loss that is not finite never is.
-    best = progress["best_validation"].get("best_val_loss", math.inf)
-    if values.get("val_loss", math.nan) < best:
-        progress["best_validation"] = {"best_val_loss": values["val_loss"], "best_val_step": step}
+    if values.get("val_loss", math.nan) < last_metrics.get("best_val_loss", math.inf):
+        last_metrics |= {"best_val_loss": values["val_loss"], "best_val_step": step}
     # Optional: best checkpoint.
     if run["cfg"].keep_best:
         keep_if_best(run, state, step, progress, values)
@@ -1451,23 +1437,6 @@ def print_changes(meta, run_meta):
         print0(f"since the checkpoint: {'; '.join(changes)}")
 
 
-def check_same_data(cfg, train_data, meta, sources):
-    """Raise ValueError when a run would resume on other data, or from other sources of parameters;
-    sources: None where none are loaded.
-    """
-    saved = {"data": meta["data"]["fingerprint"], "init_from": meta.get("sources")}
-    current = {"data": train_data["fingerprint"]}
-    if sources is not None:
-        current["init_from"] = sources
-    errors = []
-    for name, value in current.items():
-        if saved[name] != value and name not in cfg.allow_change:
-            errors.append(f"{name} was {saved[name]}, is {value}: bring it back, or continue with "
-                          f"--allow_change {name}")
-    config.raise_if_errors(
-        errors, f"{cfg.out_dir} holds a run from other data or parameters")
-
-
 def find_parameters(setup, meta):
     """(names of the parameters that the checkpoint of `meta` lacks: all, without a checkpoint; the
     sources of init_from to load them from). Prints the source of each.
@@ -1500,7 +1469,7 @@ def open_sources(setup, wanted=None):
 
 def place_state(state, like):
     """A copy of a given state, in the shardings of `like`."""
-    missing = [key for key in like if key not in state]
+    missing = [key for key in ("step", *like) if key not in state]
     if missing:
         raise ValueError(f"the given state: has no {', '.join(missing)}; must be a dict as the "
                          "summary of train.main has under 'state'")
@@ -1539,13 +1508,13 @@ MAX_UNREAD_STEPS = 100  # steps whose metrics stay on the device until they are 
 
 
 def new_sums(sums):
-    """Metrics since the last log row: {"sums": {name: (sum, count)}, "steps": [(step, metrics)]},
-    the latter not yet added and still on the device. sums: as in the meta of a checkpoint.
+    """Metrics since the last log row: {"sums": {name: (sum, count)}, "unread": metrics of steps,
+    still on the device and not yet added}. sums: as in the meta of a checkpoint.
     """
     converted = {}
     for name, (total, count) in sums.items():
         converted[name] = (np.asarray(total, np.float64)[()], count)
-    return {"sums": converted, "steps": []}
+    return {"sums": converted, "unread": []}
 
 
 UNLABELLED = "steps_without_labels"  # their number since the last log row
@@ -1561,15 +1530,13 @@ def metric_sums(metrics):
     return sums
 
 
-def add_to_sums(since_log, last_step):
-    """Add the metrics of the steps up to last_step to the sums since the last log row."""
-    steps = since_log["steps"]
-    unread = [metrics for step, metrics in steps if step <= last_step]
-    since_log["steps"] = [(step, metrics) for step, metrics in steps if step > last_step]
-    for metrics in jax.device_get(unread):
+def add_to_sums(since_log):
+    """Add the metrics of the unread steps to the sums since the last log row."""
+    for metrics in jax.device_get(since_log["unread"]):
         for name, (total, count) in metric_sums(metrics).items():
             total_before, count_before = since_log["sums"].get(name, (0.0, 0.0))
             since_log["sums"][name] = total_before + total, count_before + count
+    since_log["unread"] = []
 
 
 def metric_means(sums):
@@ -2301,7 +2268,8 @@ def find_branch(cfg):
     if found_root != root:
         raise ValueError(f"branch_from {cfg.branch_from!r}: {found_root} has only the parameters; "
                          "use --init_from")
-    return {"root": root, "step": step, "meta": meta, "run": folder, "is_branch": True}
+    return {"root": root, "step": step, "meta": meta, "run": folder, "is_branch": True,
+            "origin": f"the checkpoint {cfg.branch_from}"}
 
 
 # ---- steps that are not finite
@@ -2785,37 +2753,36 @@ def connect_processes(cfg):
     raise_if_unequal(json.loads(config.to_json(common)))
 
 
+def gather(value):
+    """The values of all processes; each is one that JSON keeps."""
+    text = json.dumps(value).encode()
+    size = multihost_utils.process_allgather(np.array(len(text))).max()
+    texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(size), np.uint8))
+    return [json.loads(bytes(x)) for x in texts.reshape(-1, size)]
+
+
 def raise_if_unequal(local):
     """Raise ValueError in every process when one has other values than process 0. local: {name:
     value that JSON keeps}.
     """
-    main = ckpt.broadcast_from_main(lambda: local)
+    main, *others = gather(local)
     errors = []
-    for name, value in local.items():
-        if value != main[name]:
-            errors.append(f"{name} is {value!r} in process {jax.process_index()}, {main[name]!r} "
-                          "in 0")
-    any_errors = multihost_utils.process_allgather(np.array(bool(errors))).any()
-    if any_errors and not errors:
-        errors = ["another process has other flags or data than process 0; its output names them"]
+    for i, other in enumerate(others, 1):
+        for name, value in main.items():
+            if other[name] != value:
+                errors.append(f"{name} is {other[name]!r} in process {i}, {value!r} in 0")
     config.raise_if_errors(errors)
 
 
 def merge_requests(polled):
-    """The requests of all processes: the longest time, the stop of the first process that has one,
-    and all events.
-    """
-    if polled["stop"]:
-        polled = polled | {"stop": polled["stop"][:200]}
-    local = json.dumps(polled).encode().ljust(2000)
-    gathered = multihost_utils.process_allgather(np.frombuffer(local, np.uint8))
-    merged = {"elapsed_s": 0.0, "stop": None, "events": []}
-    for text in gathered:
-        found = json.loads(bytes(text))
-        merged["elapsed_s"] = max(merged["elapsed_s"], found["elapsed_s"])
+    """The requests of all processes: the longest time, the first stop, and all events."""
+    everywhere = gather(polled)
+    merged = {"elapsed_s": max(found["elapsed_s"] for found in everywhere), "stop": None}
+    events = set()
+    for found in everywhere:
         merged["stop"] = merged["stop"] or found["stop"]
-        merged["events"] = sorted({*merged["events"], *found["events"]})
-    return merged
+        events.update(found["events"])
+    return merged | {"events": sorted(events)}
 
 
 def check_shared_folders(cfg, root):

@@ -259,7 +259,7 @@ def test_the_end_of_a_run_has_the_best_validation_loss_of_all_launches(tiny, cap
     """The first of equal losses is the best, and one that is not finite never is. A resumed run
     knows those of earlier launches. The last lines and the row "end" have it.
 
-    Break: train.py: progress["best_validation"] = saved["best_validation"] => pass
+    Break: train.py: if saved["validation"] == validation or not name => if not name
     """
     losses = {2: 1.5, 4: math.nan, 6: 1.5, 8: 1.75}
 

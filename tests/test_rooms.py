@@ -70,16 +70,16 @@ FEATURES = {
         "rooms": {"train.py": ["branches of a run"], "config.py": ["branches of a run"]},
         "edits": [
             ("config.py", "    if cfg.branch_from:\n        branch = _branch_values(cfg)\n", ""),
-            ("train.py", "    if cfg.branch_from and not meta:\n"
-             "        start |= find_branch(cfg)\n"
-             '        meta = start["meta"]\n    elif meta:\n', "    if meta:\n"),
+            ("train.py", "    elif cfg.branch_from:\n"
+             "        start |= find_branch(cfg)\n", ""),
         ],
     },
     "steps that are not finite": {
         "rooms": {"train.py": ["steps that are not finite"]},
         "edits": [
             ("train.py", '        if progress["is_finite"]:  # the first one\n'
-             "            log_nonfinite(run, step, row[\"objective\"], finite_grads)\n", ""),
+             "            log_nonfinite(run, step, row[\"objective\"], "
+             'metrics.get("finite_grads"))\n', ""),
         ],
     },
     "validation data that comes later": {

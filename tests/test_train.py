@@ -272,9 +272,9 @@ def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_pat
     """
     steps, counts, add_up = {}, [], train.add_to_sums
 
-    def count(window, last_step):
-        counts.append(len(window["steps"]))
-        add_up(window, last_step)
+    def count(since_log):
+        counts.append(len(since_log["unread"]))
+        add_up(since_log)
 
     def keep(event, row):
         if event == "step":
@@ -596,16 +596,11 @@ def test_wrong_parameters_are_explained(tiny):
             ({"params": wrong}, r"final_norm: has shape \(3,\), must have \(32,\)"),
             ({"params": params | {"embed": np.int32(params["embed"])}},
              "embed: has dtype int32, must be a float"),
-            ({"params": 3}, "the given parameters: are int, must be a dict"),
-            ({"state": {"params": params}}, "the given state: has no step; must be a dict"),
-            ({"state": 3}, "the given state: has no step, params; must be a dict")):
+            ({"state": {"params": params}}, "the given state: has no step; must be a dict")):
         with pytest.raises(ValueError, match=words):
             train.main(cfg, **given)
     with pytest.raises(ValueError, match="the given state: has no .*opt"):
         train.main(tiny(), state={"step": np.int32(0), "params": params})
-    for mode in ("plan", "data"):
-        with pytest.raises(ValueError, match=f"mode {mode}: uses no state and no params"):
-            train.main(tiny(mode=mode), state={})
 
 
 def test_modes_without_training_read_init_from_if_out_dir_holds_no_run(tiny, tmp_path):
@@ -2397,7 +2392,7 @@ def test_a_run_stops_as_requested_and_continues(tiny, capsys):
     holds already ends a resume at once, but not one on a metric of other validation data. A metric
     that no row has is an error.
 
-    Break: train.py: progress["last_metrics"] = saved["last_metrics"] => pass
+    Break: train.py: for name, value in saved["last_metrics"].items(): => for name in ():
     """
     cfg = tiny(stop=("val_loss<9",), save_every=0)
     out = Path(cfg.out_dir)
@@ -2474,7 +2469,7 @@ def test_a_run_with_dropout_resumes_bit_identical(tiny, tmp_path):
 def test_dropout_needs_a_loss_that_knows_whether_it_trains(tiny):
     """A hook's loss without train_keys is refused with dropout, before anything is compiled.
 
-    Break: train.py: if is_training and cfg.dropout and not => if not is_training and
+    Break: train.py: is_dropped = bool(cfg.dropout) and => is_dropped = False and
     """
     def hook(event, value):
         if event == "loss_fn":
@@ -2669,14 +2664,14 @@ def test_processes_combine_their_requests_at_multiples_of_log_every(tiny, monkey
     a signal and the stop file do not. Two processes with different requests both get the later
     time, the stop and all events. Between multiples of log_every they exchange nothing.
 
-    Break: train.py: max(merged["elapsed_s"], found["elapsed_s"]) => found["elapsed_s"]
+    Break: train.py: max(found["elapsed_s"] for found in everywhere) =>
+    everywhere[1]["elapsed_s"]
     """
     gathered, other = [], {"elapsed_s": 250.0, "stop": "enough", "events": ["eval"]}
 
-    def allgather(found):
-        gathered.append(json.loads(bytes(found)))
-        other_found = json.dumps(other).encode().ljust(found.size)
-        return np.stack([np.frombuffer(other_found, np.uint8), found])
+    def gather(found):
+        gathered.append(found)
+        return [other, found]
 
     progress = train.init_progress(0.0)
     run = {"cfg": tiny(log_every=7, steps=50), "first_step": 0, "stop_conditions": []}
@@ -2685,7 +2680,7 @@ def test_processes_combine_their_requests_at_multiples_of_log_every(tiny, monkey
         found = train.poll_stop(run, step, progress, is_waiting)
         return found and found[0], progress["polled"]["events"]
 
-    monkeypatch.setattr(train.multihost_utils, "process_allgather", allgather)
+    monkeypatch.setattr(train, "gather", gather)
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
     assert poll(3) == (None, []) and progress["polled"]["elapsed_s"] == 100
     progress["requests"] |= {"sample", "save"}
@@ -3572,8 +3567,7 @@ def test_processes_with_different_flags_or_data_do_not_train(tiny):
     """Process 1 prints which flag or data differs, and process 0 that another process has other
     ones. Both exit with 2 and write nothing.
 
-    Break: train.py: any_errors = multihost_utils.process_allgather(np.array(bool(errors))).any() =>
-    any_errors, errors = False, []
+    Break: train.py: if other[name] != value: => if False:
     """
     cfg = tiny(dp=1, fsdp=2)
     texts = [Path(f"{cfg.out_dir}_{i}.txt") for i in range(2)]
@@ -3590,6 +3584,5 @@ def test_processes_with_different_flags_or_data_do_not_train(tiny):
         runs = two(cfg, "--hooks", f"{hook}:nothing", of_one=flags)
         (code_0, output_0), (code_1, output_1) = [ended(*run) for run in runs]
         assert (code_0, code_1) == (2, 2), output_0 + output_1
-        assert "another process has other flags or data than process 0" in output_0
-        assert words in output_1
+        assert words in output_0 and words in output_1
         assert not (Path(cfg.out_dir) / "config.json").exists()
