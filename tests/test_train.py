@@ -3564,8 +3564,7 @@ def test_a_disk_that_is_full_for_one_process_fails_one_save(tiny):
 
 @pytest.mark.slow
 def test_processes_with_different_flags_or_data_do_not_train(tiny):
-    """Process 1 prints which flag or data differs, and process 0 that another process has other
-    ones. Both exit with 2 and write nothing.
+    """Both print which flag or data differs, exit with 2 and write nothing.
 
     Break: train.py: if other[name] != value: => if False:
     """
