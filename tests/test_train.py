@@ -1432,38 +1432,44 @@ def test_a_custom_parameter_that_hugging_face_lacks_cannot_be_exported(tiny, mon
 
 
 @pytest.mark.slow
-def test_a_hook_requests_events(tiny):
+def test_hooks_request_events_and_stops(tiny):
     """Two hooks request events in the log row of step 8. All of them happen at the next step, and
-    the run stops after them, as one of the hooks asks in the same row. A third hook gets the
-    batches of the evaluation as "val_data", and may replace them.
+    the run stops after them, as one of the hooks asks in the same row. The row of an epoch may do
+    so too, here a pass of 4 batches. A hook may replace the batches of an evaluation.
 
     Break: train.py: (is_waiting or not events): => True:
     """
     cfg = tiny(dp=8, steps=12, log_every=2, save_every=0, eval_every=0, sample_tokens=2,
                eval_batches=1)
+    text = Path(cfg.data[0])
+    text.write_text(text.read_text()[:565])  # 508 tokens to train on, in 32 rows
 
     def first(event, row):
-        return row | {"request": "save"} if event == "log" and row["step"] == 8 else None
+        if event == "log" and row["step"] == 8:
+            return row | {"request": "save"}
+        return row | {"stop": "three epochs"} if event == "epoch" and row["epoch"] == 3 else None
 
     def second(event, row):
         if event == "log" and row["step"] == 8:
             return row | {"request": ["eval", "sample"], "stop": "enough"}
 
-    n_labels = []
-
-    def third(event, batch):
+    def without_labels(event, batch):
         if event == "val_data":
-            n_labels.append(int((batch["labels"] >= 0).sum()))
+            assert (batch["labels"] >= 0).any()
             return batch | {"labels": 0 * batch["labels"] + data.IGNORE}
 
-    summary = train.main(cfg, hooks=[first, second, third])
+    summary = train.main(cfg, hooks=[first, second, without_labels])
     assert (summary["step"], summary["reason"]) == (10, "enough")
     happened = [name for name, _ in event_steps(cfg.out_dir, "save eval sample")]
     assert happened == ["eval", "sample", "save"]
     assert [row["request"] for row in rows(cfg.out_dir, "log") if "request" in row] == [
         ["eval", "sample", "save"]]
     evaluation, = rows(cfg.out_dir, "eval")
-    assert len(n_labels) == 1 and n_labels[0] > 0 and evaluation["val_n_labels"] == 0
+    assert evaluation["val_n_labels"] == 0
+    summary = train.main(cfg, hooks=[first])
+    assert (summary["step"], summary["reason"]) == (12, "three epochs")
+    epochs = [(r["step"], r["epoch"]) for r in rows(cfg.out_dir, "epoch")]
+    assert epochs == [(4, 1), (8, 2), (12, 3)]
 
 
 @pytest.mark.slow
@@ -1815,8 +1821,7 @@ def flip(folder):
 
 def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
     """The first state comes from the given state, the given parameters, the run's own checkpoint,
-    init_from or an initialization, in this order. Corrupted checkpoints are skipped, an error on
-    other shapes names the saved config, and overwrite leaves only config.json.
+    init_from or an initialization, in this order. Corrupted checkpoints are skipped.
 
     Break: ckpt.py: restore_newest(root, saved, log) => restore_newest(root, saved, str)
     """
@@ -1833,13 +1838,10 @@ def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
     def filled(step):
         return jax.tree.map(lambda x: np.full(x.shape, step, x.dtype), like)
 
-    def both(given):
-        return given.get("state"), given.get("params")
-
-    def start(change, given, meta=()):
+    def start(change, state=None, params=None, meta=()):
         a_run = run | {"cfg": dataclasses.replace(run["cfg"], **change)}
-        chosen = train.choose_start(a_run, {"fingerprint": "of it"}, *both(given), dict(meta))
-        _, made = train.load_start(a_run, chosen, programs, *both(given))
+        chosen = train.choose_start(a_run, {"fingerprint": "of it"}, state, params, dict(meta))
+        _, made = train.load_start(a_run, chosen, programs, state, params)
         return chosen["origin"], made
 
     def values(tree):
@@ -1851,31 +1853,21 @@ def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
             root = tmp_path / folder / "ckpt"
             ckpt.wait(ckpt.save(root, step, filled(step), meta))
         flip(root / f"{steps[1]:09d}")
-    origin, state = start({}, {"state": filled(1), "params": filled(2)["params"]})
+    given, key = filled(2)["params"], jax.random.key(3)
+    origin, state = start({}, filled(1), given)
     assert origin == "the given state" and values(state) == {1}
-    given = filled(2)["params"]
-    origin, (how, key, params) = start({}, {"params": given})
-    assert (origin, how) == ("the given parameters", "from") and values(params) == {2}
-    assert params.keys() == given.keys() and key == jax.random.key(3)
-    origin, (how, key, params) = start({}, {})
-    assert (origin, how) == (f"{cfg.init_from[0]} at step 6 of run None", "from")
-    assert key == jax.random.key(3) and values(params) == {5} and params.keys() == given.keys()
-    origin, (how, key) = start({"init_from": ()}, {})
-    assert (origin, how) == ("a fresh initialization", "init") and key == jax.random.key(3)
+    for source, number, found in (("the given parameters", 2, start({}, params=given)),
+                                  (f"{cfg.init_from[0]} at step 6 of run None", 5, start({}))):
+        origin, (how, used_key, params) = found
+        assert (origin, how, used_key) == (source, "from", key)
+        assert values(params) == {number} and params.keys() == given.keys()
+    assert start({"init_from": ()}) == ("a fresh initialization", ("init", key))
     saved, found = ckpt.find_start(cfg.out_dir, f"{cfg.out_dir}/ckpt", cfg.resume)
     assert saved == 8 and found["data"] == meta["data"]
-    origin, state = start({}, {}, found)
+    origin, state = start({}, meta=found)
     assert origin == "its own checkpoint" and values(state) == {4}
     assert ckpt.steps(tmp_path / "out/ckpt") == [4, 8] and ckpt.steps(root) == [5, 6]
     assert capsys.readouterr().out.count("skipping a corrupted checkpoint: ") == 2
-    over = dataclasses.replace(cfg, resume="overwrite")
-    root, text = f"{cfg.out_dir}/ckpt", config.to_json(config.without_launch_fields(over))
-    assert ckpt.find_start(cfg.out_dir, root, over.resume) == (None, {})
-    (tmp_path / "out/metrics.jsonl").write_text("{}")
-    ckpt.begin_out_dir(cfg.out_dir, root, text, overwrite=True)
-    assert {p.name for p in Path(cfg.out_dir).rglob("*")} == {"ckpt", "config.json"}
-    saved = config.from_json((tmp_path / "out/config.json").read_text())
-    assert saved == config.without_launch_fields(cfg)
 
 
 @pytest.mark.slow
@@ -3047,21 +3039,17 @@ def test_a_step_that_does_not_fit_is_refused_before_allocation(tiny, monkeypatch
     Break: train.py: steplib.check_fits(programs["memory"], setup["mesh"]) => pass
     """
     cfg = tiny(batch_size=64, remat="full")
-    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
     cost = train.main(dataclasses.replace(cfg, mode="plan"))
     needed, output = cost["memory"]["total"], capsys.readouterr().out.splitlines()
     assert (cost["step"], cost["reason"], cost["exit_code"], cost["fits"]) == (0, "plan", 0, True)
     flops, formula = model.flops_per_token(train.setup_run(cfg)["cfg"], 16)
     assert cost["flop"] == {f"model: {formula}": flops * 1024}  # 64 x 16 tokens
-    assert output[0].startswith("0.02M parameters on 1 x cpu")
-    assert output[1].endswith(", 1,024 tokens per step; for each device:")
     assert output[2] == f"  {flops * 1024 / 1e12:10,.4g} TFLOP  model: {formula}"
     in_all = {"in all during a step": needed,
               "in all during evaluation": cost["peaks"]["evaluation"]}
     amounts = {kind: n for kind, n in cost["memory"].items() if kind != "total"} | in_all
     assert output[3:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in amounts.items()]
-    limit = steplib.memory_limit(train.setup_run(cfg)["mesh"]) / 2**30
-    assert output[-1] == f"fits in {limit:,.4g} GiB"
+    assert output[-1].startswith("fits in ")
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
     with pytest.raises(ValueError, match="a step needs .* GiB on each device, which has .*; "
                                          r"to change: --grad_accum_steps 2 \(0.0.* GiB\)"):
@@ -3070,7 +3058,35 @@ def test_a_step_that_does_not_fit_is_refused_before_allocation(tiny, monkeypatch
     cost = train.main(dataclasses.replace(cfg, mode="plan"))
     assert cost["exit_code"] == 1 and not cost["fits"]
     assert "to change: --grad_accum_steps 2 (0.0" in capsys.readouterr().out
-    config.validate(dataclasses.replace(cfg, grad_accum_steps=2), 8)
+
+
+@pytest.mark.slow
+def test_an_evaluation_alone_needs_only_its_own_memory(tiny, monkeypatch):
+    """A mode without training holds only the parameters. An evaluation runs if memory suffices for
+    it; with one byte less it is refused before the parameters are read.
+
+    Break: train.py: steplib.check_peaks(cost, setup["mesh"]) => pass
+    """
+    cfg = tiny(steps=1)
+    train.main(cfg)
+    cost, alone = (train.count_programs(train.setup_run(dataclasses.replace(cfg, mode=mode)))
+                   for mode in ("plan", "eval"))
+    assert list(cost["peaks"]) == ["a step", "evaluation"]
+    n_params = 256 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96 + 3 * 32 + 2 * 8
+    state, params = 3 * 4 * n_params + 4 + 8, 4 * n_params  # Adam's count, step and skipped
+    evaluation = cost["programs"]["evaluation"].memory_analysis()
+    assert cost["memory"]["parameters"] == params
+    assert cost["peaks"]["evaluation"] == (state + 2 * 4 * 8 * 16 + evaluation.temp_size_in_bytes
+                                           + evaluation.output_size_in_bytes)
+    needed = cost["peaks"]["evaluation"] - (state - params)
+    assert alone["peaks"] == {"evaluation": needed}
+    cfg = dataclasses.replace(cfg, mode="eval")
+    monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed)
+    assert train.main(cfg)["exit_code"] == 0
+    monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
+    monkeypatch.setattr(train, "load_saved", lambda *args: pytest.fail("parameters were read"))
+    with pytest.raises(ValueError, match="does not fit: evaluation needs .*; to change: "):
+        train.main(cfg)
 
 
 def rows_or_none(out):
@@ -3131,51 +3147,6 @@ def test_a_plan_combines_flags_until_the_step_fits(tiny, monkeypatch):
         assert f"({planned(cfg, **found)['peaks']['a step'] / 2**30:,.4g} GiB)" in flags
         before = dict(list(found.items())[:-1])
         assert not planned(cfg, **before)["fits"]
-
-
-@pytest.mark.slow
-def test_a_plan_counts_the_step_and_the_evaluation(tiny):
-    """The test counts by hand: the state and a batch for an evaluation. A mode without training
-    holds only the parameters.
-
-    Break: step.py: arguments = array_bytes((held, steps["eval_batch"])) =>
-    arguments = array_bytes(held)
-    """
-    cfg = tiny(mode="plan", dp=1, vocab_size=1024)
-
-    def counted(**changes):
-        return train.count_programs(train.setup_run(
-            dataclasses.replace(cfg, **changes), devices=jax.devices()[:1]))
-
-    cost = counted()
-    assert list(cost["peaks"]) == ["a step", "evaluation"]
-    n_params = 1024 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96 + 3 * 32 + 2 * 8
-    assert cost["memory"]["parameters"] == 4 * n_params
-    state, params = 3 * 4 * n_params + 4 + 8, 4 * n_params  # Adam's count, step and skipped
-    evaluation = cost["programs"]["evaluation"].memory_analysis()
-    assert cost["peaks"]["evaluation"] == (state + 2 * 4 * 8 * 16 + evaluation.temp_size_in_bytes
-                                           + evaluation.output_size_in_bytes)
-    alone = counted(mode="eval")["peaks"]
-    assert alone == {"evaluation": cost["peaks"]["evaluation"] - (state - params)}
-
-
-@pytest.mark.slow
-def test_modes_that_do_not_fit_are_refused(tiny, monkeypatch):
-    """An evaluation runs if memory suffices for it, even if a training step would not fit. With one
-    byte less it is refused before the parameters are read.
-
-    Break: train.py: steplib.check_peaks(cost, setup["mesh"]) => pass
-    """
-    cfg = tiny(steps=1, dp=1, fsdp=-1, batch_size=16, sample_tokens=4)
-    train.main(cfg)
-    alone = dataclasses.replace(cfg, mode="eval")
-    needed = train.count_programs(train.setup_run(alone))["peaks"]["evaluation"]
-    monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed)
-    assert train.main(alone)["exit_code"] == 0
-    monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
-    monkeypatch.setattr(train, "load_saved", lambda *args: pytest.fail("parameters were read"))
-    with pytest.raises(ValueError, match="does not fit: evaluation needs .*; to change: "):
-        train.main(alone)
 
 
 def test_patterns_select_the_parameter_groups():
@@ -3282,25 +3253,6 @@ def test_timers_charge_the_innermost_bucket_and_a_resume_adds_to_them(monkeypatc
 
 
 # ---- events, time, trackers
-
-def test_each_epoch_is_an_event_and_its_row_may_stop_the_run(tiny):
-    """An "epoch" row follows each pass of 8 batches. A stop request in the third row ends the run.
-
-    Break: train.py: int(completed(run, event, step)) => step
-    """
-    cfg = tiny(epochs=5.0, steps=config.Config.steps, save_every=0, eval_every=0)
-    text = Path(cfg.data[0])
-    text.write_text(text.read_text()[:1130])  # 1,017 tokens to train on, in 64 rows
-
-    def enough(event, value):
-        if event == "epoch" and value["epoch"] == 3:
-            return value | {"stop": "three epochs"}
-
-    summary = train.main(cfg, [enough])
-    assert (summary["step"], summary["reason"]) == (24, "three epochs")
-    epochs = [(r["step"], r["epoch"]) for r in rows(cfg.out_dir, "epoch")]
-    assert epochs == [(8, 1), (16, 2), (24, 3)]
-
 
 def leveldb_records(data, first):
     """Yield the records of a LevelDB log, of which the first `first` bytes are cut off.
