@@ -18,7 +18,6 @@ import os
 import pickle
 import pickletools
 import re
-import resource
 import shutil
 import threading
 import time
@@ -233,10 +232,7 @@ def eval_examples_at(index, batch_size, n, rows=None):
 
 def n_eval_batches(n, batch_size, limit):
     """The number of batches in an evaluation of n examples. limit: 0 for all of them."""
-    n_batches = ceil(n / batch_size)
-    if limit:
-        n_batches = min(n_batches, limit)
-    return n_batches
+    return min(ceil(n / batch_size), limit or n)
 
 
 # ---- to the devices
@@ -316,7 +312,7 @@ def open_text(parts, cfg):
         "batch": (step, rows) -> batch,
         "fingerprint": a text that differs when the tokens do,
         "summary": a text to print,
-        "examples": () -> documents to print, see show_examples,
+        "preview": () -> documents to print, see show_examples,
         "bytes_per_token": number, or None when unknown,
         "prompt": () -> ids at the beginning of a sample}.
     cfg: any object with the fields under "data" in config.py, and batch_size, eval_batches,
@@ -376,7 +372,7 @@ def _make_source(dataset, build_batch, cfg, tokenizer):
         "batch": lambda step, rows: build_batch(dataset, step, cfg.batch_size, rows=rows),
         "fingerprint": fingerprint(dataset),
         "summary": describe(dataset),
-        "examples": lambda: show_examples(dataset, tokenizer),  # optional: examples
+        "preview": lambda: show_examples(dataset, tokenizer),  # optional: examples
         "bytes_per_token": bytes_per_token(dataset),
         "prompt": lambda: preview_prompt(dataset),  # optional: prompts of samples
     }
@@ -395,7 +391,6 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
     Raises ValueError naming the file that is missing, malformed, too short for a sequence with a
     label (unless may_be_empty), or has an id that is not below vocab_size.
     """
-    _increase_file_limit()  # each mapped file keeps a descriptor
     seq_format = SEQ_FORMAT | seq_format
     paths = expand(patterns, field=field) if patterns else _standard_library()
     token_files = [path for path in paths if path.suffix.lower() in TOKEN_FILES]
@@ -594,7 +589,7 @@ def _write_shard(paths, tokenizer, columns, folder):
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-def _write_documents(examples, tokenizer, files):
+def _write_documents(records, tokenizer, files):
     """Write documents end to end into the files of a shard; return counts of documents.
 
     Two texts A and B become these tokens. "documents" gets [first, last) of each:
@@ -614,51 +609,50 @@ def _write_documents(examples, tokenizer, files):
     eos = tokenizer["eos"]
     append = partial(_append_ids, files["tokens"], files["ignored"], tokenizer["dtype"])
     counts = Counter({"documents": 0, "empty skipped": 0})
-    is_first = True  # the next example begins a document
+    is_first = True  # the next record begins a document
     last_kind = ""  # of the document before
+    n = 0  # tokens so far
     n_more = 0  # bytes of text more than tokens; a bos or eos counts as one byte
     files["bytes_at"].write(np.int64((0, 0)))
-    for example in examples:
-        kind = example["kind"]
+    for record in records:
+        kind = record["kind"]
         is_text = kind in ("text", "pair")
-        if is_first and example["is_last"] and not len(example["ids"]):
+        if is_first and record["is_last"] and not len(record["ids"]):
             counts["empty skipped"] += 1
             continue
 
         # Begin a document. Without a bos id, an eos mostly ends the document before.
         if is_first:
-            before = []
             if bos is not None and is_text:
-                before = [bos]
+                n = append([bos], last_kind in ("chat", "ids"))
             elif bos is None and kind != "ids" and last_kind in ("", "ids"):
-                before = [eos]
-            n = append(before, last_kind in ("chat", "ids"))
+                n = append([eos], last_kind == "ids")
             # The id before a text is part of it.
             files["documents"].write(np.int64(n - 1 if is_text else n))
 
-        n = append(example["ids"], example["ignored"])
-        n_more += example["n_bytes"] - len(example["ids"])
+        n = append(record["ids"], record["ignored"])
+        n_more += record["n_bytes"] - len(record["ids"])
         files["bytes_at"].write(np.int64((n, n + n_more)))
-        if example["form"] != "text":
-            counts[f"rows read as {example['form']}"] += 1
+        if record["form"] != "text":
+            counts[f"rows read as {record['form']}"] += 1
         # Optional: chats with a date. `fingerprint` has the names of these counts.
-        if example.get("has_date"):
+        if record.get("has_date"):
             date = time.strftime("%Y-%m-%d")
             counts[f"chats whose template may hold the date, {date} (strftime_now)"] += 1
 
         # End a document.
-        if example["is_last"]:
+        if record["is_last"]:
             counts["documents"] += 1
             # The eos after a text is part of it, and a label.
             files["documents"].write(np.int64(n + 1 if is_text else n))
             if is_text:
                 n = append([eos], False)
-            elif np.all(example["ignored"]):
+            elif np.all(record["ignored"]):
                 counts["documents without a label"] += 1
             if kind == "chat" and bos is None:
                 n = append([eos], True)
             last_kind = kind
-        is_first = example["is_last"]
+        is_first = record["is_last"]
 
     if not counts["documents"]:  # write one without tokens: an empty file cannot be mapped
         n = append([eos], False)
@@ -683,21 +677,24 @@ def _append_ids(tokens, ignored, dtype, ids, is_ignored):
 
 
 def _encode_files(paths, tokenizer, columns):
-    """Yield the examples of these files, see `read_example`, with their "ids" and "ignored".
+    """Yield the records of these files, see `read_record`, with their "ids" and "ignored".
 
-    A thread reads the next group of examples while this one encodes a group.
+    A thread encodes a group of records while this one reads the next and writes the last.
     """
     total = sum(file.stat().st_size for path in paths for file in _files_of(path))
-    groups = _groups_of_examples(paths, tokenizer, columns)
+    groups = _groups_of_records(paths, tokenizer, columns)
+    last_group = []
+    encoded = None  # the future of its ids
     with (tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
-               leave=False) as bar, ThreadPoolExecutor(1, "reader") as pool):
-        group = next(groups)
-        while group:
-            reading = pool.submit(next, groups, [])
-            for example, (ids, ignored) in zip(group, encode_examples(group, tokenizer)):
-                yield example | {"ids": ids, "ignored": ignored}
-                bar.update(len(example["text"]))
-            group = reading.result()
+               leave=False) as bar, ThreadPoolExecutor(1, "tokenizer") as pool):
+        for group in chain(groups, [[]]):
+            encoding = pool.submit(encode_records, group, tokenizer)
+            if encoded:
+                for record, (ids, ignored) in zip(last_group, encoded.result()):
+                    yield record | {"ids": ids, "ignored": ignored}
+                    bar.update(len(record["text"]))
+            last_group = group
+            encoded = encoding
 
 
 def _files_of(path):
@@ -705,21 +702,21 @@ def _files_of(path):
     return sorted(path.glob("*")) if path.is_dir() else [path]
 
 
-MOST_ROWS = 512  # examples that are encoded together: a tokenizer's library uses all cores
+MOST_ROWS = 512  # records that are encoded together: a tokenizer's library uses all cores
 MOST_CHARACTERS = 2**22  # of their texts, about; bounds the memory
 
 
-def _groups_of_examples(paths, tokenizer, columns):
-    """Yield lists of the examples of all rows, to be encoded together. The last piece of a document
+def _groups_of_records(paths, tokenizer, columns):
+    """Yield lists of the records of all rows, to be encoded together. The last piece of a document
     has "is_last".
     """
     group = []
     n_characters = 0
     for path in paths:
         for where, row, is_last in rows_in(path, tokenizer["piece"], columns):
-            example = read_example(row, where, tokenizer) | {"is_last": is_last}
-            group.append(example)
-            n_characters += len(example["text"])
+            record = read_record(row, where, tokenizer) | {"is_last": is_last}
+            group.append(record)
+            n_characters += len(record["text"])
             if len(group) == MOST_ROWS or n_characters > MOST_CHARACTERS:
                 yield group
                 group = []
@@ -727,8 +724,8 @@ def _groups_of_examples(paths, tokenizer, columns):
     yield group
 
 
-def read_example(row, where, tokenizer):
-    """The example of a row: {
+def read_record(row, where, tokenizer):
+    """The record of a row: {
         "kind": "text", "pair", "chat" or "ids",
         "form": the columns from which it was read, for the summary,
         "text": a text; of a pair, the prompt; of a chat, what the chat template renders,
@@ -736,7 +733,7 @@ def read_example(row, where, tokenizer):
         "n_bytes": of the text, or of both,
         "spans": of a chat: [first, last) of the characters that are labels,
         "has_date": of a chat: whether the template may hold today's date,
-        "ids", "ignored": of token ids, see encode_examples}.
+        "ids", "ignored": of token ids, see encode_records}.
 
     Raises ValueError naming `where` for a row without these columns, for a column that would reach
     no token, and for broken text.
@@ -745,16 +742,16 @@ def read_example(row, where, tokenizer):
         raise ValueError(f"{where}: {str(row)[:60]!r} is not an object with fields")
     form = _find_form(row, where)
     if form == "text":
-        example = {"kind": "text", "text": row["text"]}
+        record = {"kind": "text", "text": row["text"]}
     elif form == "input_ids":  # optional: token ids
-        example = _read_ids(row, where, tokenizer)
+        record = _read_ids(row, where, tokenizer)
     else:  # optional: prompts and chats
-        example = _read_prompt_or_chat(form, row, where, tokenizer)
-    text = example["text"] + example.get("completion", "")
+        record = _read_prompt_or_chat(form, row, where, tokenizer)
+    text = record["text"] + record.get("completion", "")
     if "\0" in text or (not text.isascii() and re.search("[\ud800-\udfff]", text)):
         raise ValueError(f"{where}: has a zero byte or a lone surrogate, which no text has")
-    _check_columns(row, example.get("used", ()), f"{where}: read as {form}")
-    return {"form": form, "n_bytes": len(text.encode())} | example
+    _check_columns(row, record.get("used", ()), f"{where}: read as {form}")
+    return {"form": form, "n_bytes": len(text.encode())} | record
 
 
 def _check_columns(row, used, where):
@@ -811,31 +808,31 @@ def _find_form(row, where):
     return found[0]
 
 
-def encode_examples(examples, tokenizer):
-    """[(ids, ignored)] of examples of `read_example`. ignored: 1 for each id that is not a label,
+def encode_records(records, tokenizer):
+    """[(ids, ignored)] of records of `read_record`. ignored: 1 for each id that is not a label,
     or one bool for all ids.
     """
     # All texts in one list: a tokenizer's library uses all cores for a list.
-    texts = [example["text"] for example in examples if example["kind"] in ("text", "pair")]
+    texts = [record["text"] for record in records if record["kind"] in ("text", "pair")]
     encoded = iter(tokenizer["encode_batch"](texts))
     # Optional: completions of prompts, and chats.
-    completions = [example["completion"] for example in examples if example["kind"] == "pair"]
-    chats = [example["text"] for example in examples if example["kind"] == "chat"]
+    completions = [record["completion"] for record in records if record["kind"] == "pair"]
+    chats = [record["text"] for record in records if record["kind"] == "chat"]
     if completions:
         completions = iter(tokenizer["encode_continuations"](completions))
     if chats:
         chats = iter(tokenizer["encode_with_offsets"](chats))
 
     pairs = []
-    for example in examples:
-        if example["kind"] == "text":
+    for record in records:
+        if record["kind"] == "text":
             pairs.append((next(encoded), False))
-        elif example["kind"] == "pair":
+        elif record["kind"] == "pair":
             pairs.append(_join_prompt(next(encoded), next(completions)))
-        elif example["kind"] == "chat":
-            pairs.append(_ignore_outside(next(chats), example, tokenizer))
+        elif record["kind"] == "chat":
+            pairs.append(_ignore_outside(next(chats), record, tokenizer))
         else:
-            pairs.append((example["ids"], example["ignored"]))
+            pairs.append((record["ids"], record["ignored"]))
     return pairs
 
 
@@ -925,13 +922,6 @@ def content_id(path):
         path = path / "state.json"
     with open(path, "rb") as file:
         return [path.stat().st_size, zlib.crc32(file.read(2**20))]
-
-
-def _increase_file_limit():
-    """Raise the limit of open files to 2^16, if allowed: each mapped file keeps a descriptor."""
-    with contextlib.suppress(ValueError, OSError):
-        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, 2**16)), most))
 
 
 # ---- token cache
@@ -1170,13 +1160,16 @@ def describe(dataset):
     # Optional: several datasets, mixed by weight.
     if "mixture" in dataset:
         return _describe_mixture(dataset["mixture"])
-    if dataset["seq_format"]["packing"] != "stream":
-        facts = _describe_packing(dataset)  # optional: packing
-    else:
+    is_stream = dataset["seq_format"]["packing"] == "stream"
+    if is_stream:
         facts = [f"{dataset['lengths'].sum():,} tokens", f"{dataset['n']:,} sequences"]
+    else:
+        facts = _describe_packing(dataset)  # optional: packing
     for shard in dataset["shards"]:
         if not shard["token_offset"]:  # the second part of a split has the same counts
-            facts += [f"{n:,} {name}" for name, n in shard.get("counts", {}).items() if n]
+            for name, n in shard.get("counts", {}).items():
+                if n and (is_stream or name != "documents"):
+                    facts.append(f"{n:,} {name}")
     lines = [", ".join(facts)]
     # Optional: tokens that are not labels.
     if any("ignored" in shard for shard in dataset["shards"]):
@@ -1728,7 +1721,7 @@ def _likely_width(words):
 # ---- rows of token ids
 
 def _read_ids(row, where, tokenizer):
-    """The example of a row of token ids. Ids whose attention_mask is 0 are padding."""
+    """The record of a row of token ids. Ids whose attention_mask is 0 are padding."""
     ids = _integers(row, "input_ids", where)
     labels = ids if _is_empty(row.get("labels")) else _integers(row, "labels", where)
     mask = np.ones_like(ids)
@@ -1755,7 +1748,7 @@ def _integers(row, name, where):
 # ---- prompts and chats
 
 def _read_prompt_or_chat(form, row, where, tokenizer):
-    """The example of a row that is not a plain text; see `read_example`."""
+    """The record of a row that is not a plain text; see `read_record`."""
     used = ("system", "tools")
     prompt = []
     if form == "prompt, completion":

@@ -2035,9 +2035,9 @@ def print_data_summary(opened, log, with_examples):
             summary = source["summary"].replace("\n", "\n  ")
             log(f"{name}: {summary}")
     source = opened["train"]
-    if with_examples and source and "examples" in source:
+    if with_examples and source and "preview" in source:
         marks = "all but labels dimmed" if is_terminal(sys.stdout) else "labels within {+ +}"
-        for i, pieces in enumerate(source["examples"](), 1):
+        for i, pieces in enumerate(source["preview"](), 1):
             log(f"example {i}, {marks}:\n{mark_labels(pieces)}")
 
 

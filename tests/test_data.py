@@ -296,7 +296,7 @@ def test_text_and_globs(tmp_path):
     """Text files and the texts of .jsonl lines become one shard of documents, each between two eos
     ids. Globs are sorted.
 
-    Break: data.py: and not len(example["ids"]): => and len(example["ids"]) > 4:
+    Break: data.py: and not len(record["ids"]): => and len(record["ids"]) > 4:
     """
     for name, text in (("b.txt", "zwei"), ("a.txt", "één"), ("deep/c.txt", "three")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -668,7 +668,7 @@ def test_tokenizing_shows_a_bar_on_a_terminal(tmp_path, monkeypatch):
     """From the second second on a terminal shows a bar with the fraction that is done. A file or a
     pipe shows nothing.
 
-    Break: data.py: bar.update(len(example["text"])) => pass
+    Break: data.py: bar.update(len(record["text"])) => pass
     """
     now = count()
     monkeypatch.setattr(tqdm.std, "time", lambda: float(next(now)))  # each look takes a second
@@ -785,23 +785,6 @@ print(os.stat(next(folder.glob("*/tokens"))).st_ino, zlib.crc32(tokens))
         run.stdin.flush()
     one, *others = [run.communicate(timeout=60)[0] for run in runs]
     assert one.split() and others == [one, one] and not any(run.returncode for run in runs)
-
-
-def test_more_files_than_a_process_may_open(tmp_path):
-    """The limit of open files is raised where that is allowed: each mapped token file keeps one
-    open.
-
-    Break: data.py: (max(limit, min(most, 2**16)), most) => (limit, most)
-    """
-    for i in range(90):
-        np.save(tmp_path / f"{i}.npy", np.arange(50))
-    code = f"""
-import resource, data
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-print(data.open_dataset([{str(tmp_path / "*.npy")!r}], data.make_tokenizer("bytes"))["n"])
-"""
-    said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
-    assert said == f"{90 * 49}\n"
 
 
 def test_a_disk_that_fills(tmp_path):

@@ -272,8 +272,8 @@ def test_labels_are_those_of_transformers(family, tmp_path):
         messages = rendered_keys(messages, template)
         wanted = library.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True)
-        example = data.read_example({"messages": messages}, "row", tokenizer)
-        (ids, ignored), = data.encode_examples([example], tokenizer)
+        example = data.read_record({"messages": messages}, "row", tokenizer)
+        (ids, ignored), = data.encode_records([example], tokenizer)
         assert ids.tolist() == wanted["input_ids"]
         return ids, np.asarray(ignored) == 0, np.array(wanted["assistant_masks"]) == 1
 
@@ -619,11 +619,11 @@ def test_marks_of_some_answers(tmp_path):
         "{{ m.content }}{% endif %}{% endfor %}")
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", template))
     messages = [USER, said("assistant", "a"), USER, said("assistant", "b")]
-    example = data.read_example({"messages": messages}, "row", tokenizer)
+    example = data.read_record({"messages": messages}, "row", tokenizer)
     assert [example["text"][a:b] for a, b in example["spans"]] == ["b"]
     messages[1]["weight"] = 0
     with pytest.raises(ValueError, match="cannot determine which characters"):
-        data.read_example({"messages": messages}, "row", tokenizer)
+        data.read_record({"messages": messages}, "row", tokenizer)
 
 
 def test_a_system_text_beside_a_chat(tmp_path):
@@ -635,7 +635,7 @@ def test_a_system_text_beside_a_chat(tmp_path):
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", SIMPLE_TEMPLATE))
     chat = {"messages": [USER, said("assistant", "a")]}
     for row in (chat, {"instruction": "low", "output": "a"}):
-        example = data.read_example(row | {"system": "be low"}, "row", tokenizer)
+        example = data.read_record(row | {"system": "be low"}, "row", tokenizer)
         assert example["text"].startswith("<|im_start|>system\nbe low<|im_end|>\n<|im_start|>user")
 
 
@@ -652,9 +652,9 @@ def test_marks_in_the_template_for_tools_alone(tmp_path):
     (more / "tool_use.jinja").write_text("{# tools #}{% if tools %}{% endif %}" + FAMILIES["llama"])
     tokenizer = data.make_tokenizer(folder)
     messages = [USER, said("assistant", "a")]
-    plain = data.read_example({"messages": messages}, "row", tokenizer)
+    plain = data.read_record({"messages": messages}, "row", tokenizer)
     assert [plain["text"][a:b] for a, b in plain["spans"]] == ["a<|im_end|>"]
-    with_tools = data.read_example({"messages": messages, "tools": [TOOL]}, "row", tokenizer)
+    with_tools = data.read_record({"messages": messages, "tools": [TOOL]}, "row", tokenizer)
     assert [with_tools["text"][a:b] for a, b in with_tools["spans"]] == ["a<|eot_id|>"]
     (more / "tool_use.jinja").write_text(TOOLS_TEMPLATE)
     assert data.make_tokenizer(folder)["key"] != tokenizer["key"]
@@ -679,8 +679,8 @@ def test_marks_that_take_the_space_beside_them(lstrip, rstrip, tmp_path):
                 "{% if add_generation_prompt %}{{ '<|assistant|>x' }}{% endif %}")
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", template, tok))
     messages = [USER, said("assistant", " a "), USER, said("assistant", " b")]
-    example = data.read_example({"messages": messages}, "row", tokenizer)
-    (ids, ignored), = data.encode_examples([example], tokenizer)
+    example = data.read_record({"messages": messages}, "row", tokenizer)
+    (ids, ignored), = data.encode_records([example], tokenizer)
     labels = tokenizer["decode"](ids[ignored == 0])
     assert "|>x" not in labels and "a" in labels and "b" in labels
 
@@ -695,7 +695,7 @@ def test_a_long_chat_with_many_special_tokens(tmp_path):
     template = re.sub("{% (end)?generation %}", "", FAMILIES["gpt-oss"])
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", template, tok))
     messages = 20 * [USER, said("assistant", "a", reasoning_content="r")]
-    example = data.read_example({"messages": messages}, "row", tokenizer)
+    example = data.read_record({"messages": messages}, "row", tokenizer)
     labels = [example["text"][a:b] for a, b in example["spans"]]
     assert labels[:2] == 2 * ["<|channel|>final<|message|>a<|end|>"]
 
@@ -709,7 +709,7 @@ def test_alpaca_without_a_template(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [row])
     shard, ((ids, is_label),) = tokenized(path, data.make_tokenizer("bytes"), tmp_path)
     assert bytes(ids) == b"\0low\n\ner\n\nyes\0"
-    with_system = data.read_example(row | {"system": "be"}, "row", data.make_tokenizer("bytes"))
+    with_system = data.read_record(row | {"system": "be"}, "row", data.make_tokenizer("bytes"))
     assert with_system["text"] == "be\n\nlow\n\ner\n\n"
     assert bytes(i for i, on in zip(ids, is_label) if on) == b"\0yes\0"
     assert shard["counts"]["rows read as instruction, output"] == 1
@@ -771,7 +771,7 @@ def test_ids_of_a_larger_vocabulary(tmp_path):
         shard, _ = tokenized(path, tokenizer, tmp_path)
         assert shard["tokens"].tolist() == [5, 299]
     with pytest.raises(ValueError, match=r"line 1: token id 299 is not in \[0, 299\)"):
-        data.read_example({"input_ids": [5, 299]}, "line 1",
+        data.read_record({"input_ids": [5, 299]}, "line 1",
                           data.make_cfg_tokenizer(config.Config(vocab_size=299)))
 
 
@@ -1511,9 +1511,9 @@ def test_chats_with_tools_that_are_not_rendered(tmp_path):
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", SIMPLE_TEMPLATE))
     row = tool_rows()[0]
     with pytest.raises(ValueError, match="row: tools are not known to the chat template"):
-        data.read_example(row, "row", tokenizer)
+        data.read_record(row, "row", tokenizer)
     with pytest.raises(ValueError, match="message 2: tool_calls is not known to the chat"):
-        data.read_example(row | {"tools": []}, "row", tokenizer)
+        data.read_record(row | {"tools": []}, "row", tokenizer)
     # Templates without system messages, answers of tools, and content beside calls.
     for role in ("system", "tool", "assistant"):
         template = ("{% for m in messages %}{% if m.role != '" + role + "' %}{{ m.content or '' }}"
@@ -1522,21 +1522,21 @@ def test_chats_with_tools_that_are_not_rendered(tmp_path):
         row = {"messages": [said("system", "be"), USER, said("assistant", "a", tool_calls=CALL),
                             said("tool", "3")]}
         with pytest.raises(ValueError, match="the chat template does not render its content"):
-            data.read_example(row, "row", tokenizer)
+            data.read_record(row, "row", tokenizer)
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "nothing", "{% if false %}a{% endif %}"))
     with pytest.raises(ValueError, match="row: the chat template renders it to nothing"):
-        data.read_example({"messages": [USER]}, "row", tokenizer)
+        data.read_record({"messages": [USER]}, "row", tokenizer)
     # A template that changes the text renders it.
     tokenizer = data.make_tokenizer(save_folder(
         tmp_path / "upper", "{% for m in messages %}{{ m.content | upper }}.{% endfor %}"))
-    example = data.read_example({"messages": [USER, said("assistant", "a")]}, "row", tokenizer)
+    example = data.read_record({"messages": [USER, said("assistant", "a")]}, "row", tokenizer)
     assert example["text"] == "LOW.A." and example["spans"] == [(4, 6)]
 
 
 def test_an_empty_completion_has_its_end_as_a_label(tmp_path):
     """A pair with an empty completion does not count as a document without a label.
 
-    Break: data.py: elif np.all(example["ignored"]): => if np.all(example["ignored"]):
+    Break: data.py: elif np.all(record["ignored"]): => if np.all(record["ignored"]):
     """
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "completion": ""}])
     shard, _ = tokenized(path, data.make_tokenizer("bytes"), tmp_path)
@@ -1610,7 +1610,7 @@ def test_examples_of_texts(tmp_path):
     def shown(path, **changes):
         cfg = config.Config(data=(str(path),), val_frac=0.0, token_cache=str(tmp_path / "cache"),
                             **changes)
-        examples = data.open_text(("train",), cfg)["train"]["examples"]()
+        examples = data.open_text(("train",), cfg)["train"]["preview"]()
         return [train.mark_labels(example) for example in examples]
 
     assert shown(tmp_path / "a.npy", seq_len=4) == ["a{+bcde+}", "e{+fghi+}"]

@@ -239,7 +239,7 @@ FEATURES = {
     "examples": {
         "rooms": {"data.py": ["examples"]},
         "edits": [
-            ("data.py", '        "examples": lambda: show_examples(dataset, tokenizer),  '
+            ("data.py", '        "preview": lambda: show_examples(dataset, tokenizer),  '
              "# optional: examples\n", ""),
         ],
     },

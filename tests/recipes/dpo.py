@@ -136,7 +136,7 @@ def read_pairs(patterns, cfg):
 
 
 def rows_of_pair(row, where):
-    """{"chosen": row, "rejected": row}, each with a prompt and a completion for data.read_example.
+    """{"chosen": row, "rejected": row}, each with a prompt and a completion for data.read_record.
     """
     values = {}
     errors = []
@@ -176,8 +176,8 @@ def split_conversations(prompt, chosen, rejected):
 
 def encode_answer(row, tokenizer, where):
     """(ids, which of them are labels) of a row with a prompt and its completion."""
-    example = data.read_example(row, where, tokenizer)
-    (ids, ignored), = data.encode_examples([example], tokenizer)
+    example = data.read_record(row, where, tokenizer)
+    (ids, ignored), = data.encode_records([example], tokenizer)
     if example["kind"] == "pair":
         data.check_has_end(tokenizer, where)
         begin = tokenizer["eos"] if tokenizer["bos"] is None else tokenizer["bos"]

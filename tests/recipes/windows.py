@@ -72,7 +72,7 @@ def open_train_files(cfg):
     first_name = next(filter(size_of, _unseen_files(cfg, ())))
     first = open_file(first_name)
     source["summary"] += f"\n{first_name}: {data.describe(first)}"
-    source["examples"] = lambda: data.show_examples(first, tokenizer)
+    source["preview"] = lambda: data.show_examples(first, tokenizer)
     return source
 
 
