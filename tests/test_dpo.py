@@ -246,7 +246,7 @@ def test_conversations_without_a_difference(tmp_path):
     ('{"prompt": 7, "chosen": "b", "rejected": "c"}', "prompt is 7; must be a text"),
     ('{"prompt": "a", "chosen": "b", "rejected": ""}', "rejected is ''"),
     ('{"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "c"}]}',
-     "prompt is 'a'; must be a text or a list of messages, as the other one"),
+     "rejected: messages need a chat template"),
     ('{"system": "x", "prompt": "a", "chosen": "b", "rejected": "c"}', "the column system"),
     ('["a", "b", "c"]', "prompt is None; must be a text"),
 ])

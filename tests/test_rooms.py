@@ -220,7 +220,7 @@ FEATURES = {
                   "data.py": ["evaluation batches of another size"]},
         "edits": [
             ("train.py", 'config.evaluation_config(setup["cfg"])', 'setup["cfg"]'),
-            ("train.py", "data.regroup(source, source_size, cfg.batch_size)", "source"),
+            ("train.py", 'data.regroup(source, setup["cfg"].batch_size, cfg.batch_size)', "source"),
         ],
     },
     "mixtures": {

@@ -244,7 +244,7 @@ def test_windows_without_a_label(tmp_path, capsys):
     assert source["summary"].startswith("1 windows, from ")
     assert "% of the tokens are labels" in source["summary"]
     shown_example, = (train.mark_labels(example) for example in source["preview"]())
-    assert shown_example.endswith("assistant\n{+yes<|im_end|>+}\n")
+    assert "{+yes<|im_end|>+}\n" in shown_example
 
 
 # ---- runs
