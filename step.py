@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import inspect
 import os
+import re
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -302,8 +303,7 @@ def make_mesh(cfg, devices=None):
     cfg.slices is the number of groups of devices with a slow network between them, which split dp,
     or fsdp where dp is 1.
 
-    Raises ValueError when the sizes do not use every device, or when the devices of a TPU belong to
-    another number of slices.
+    Raises ValueError when the devices of a TPU belong to another number of slices.
     """
     if devices is None:
         devices = jax.devices()
@@ -315,9 +315,6 @@ def make_mesh(cfg, devices=None):
     for axis, n in sizes.items():
         if n == -1:
             sizes[axis] = len(devices) // n_taken
-    if prod(sizes.values()) != len(devices):
-        raise ValueError(f"mesh {sizes}: has {prod(sizes.values())} devices, but there are "
-                         f"{len(devices)}; change a size, or set one to -1")
 
     # The devices as an array with a dim for each axis.
     grid = _device_grid(devices, sizes, cfg)
@@ -766,13 +763,17 @@ def choose_dtype(dtype, platform_name):
         return "float16"
     if platform_name != "cpu":
         return "bfloat16"
-    cpuinfo = Path("/proc/cpuinfo")
-    words = set()
-    if cpuinfo.exists():
-        words = set(cpuinfo.read_text(encoding="utf-8").split())
+    words = set(_cpuinfo().split())
     if "amx_bf16" in words or {"AuthenticAMD", "avx512_bf16"} <= words:
         return "mixed"
     return "float32"
+
+
+def _cpuinfo():
+    path = Path("/proc/cpuinfo")
+    if not path.exists():  # not Linux
+        return ""
+    return path.read_text(encoding="utf-8")
 
 
 # Whether the user has chosen LLVM's level of optimization for all programs.
@@ -1002,12 +1003,8 @@ def describe_machine(device):
     threads = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):  # missing on macOS
         threads = len(os.sched_getaffinity(0))
-    cpu = os.uname().machine
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                cpu = line.partition(": ")[2]
+    models = re.findall("model name.*: (.*)", _cpuinfo())
+    cpu = models[0] if models else os.uname().machine
     return {"cpu": cpu, "threads": threads, "driver": driver}
 
 
