@@ -271,8 +271,7 @@ def test_tiles_gather_their_weights_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes, crossing", [
-    (dict(dp=4, fsdp=2), {"dp"}), (dict(dp=1, fsdp=4, tp=2), {"fsdp"})])
+@pytest.mark.parametrize("sizes, crossing", [(dict(dp=1, fsdp=4, tp=2), {"fsdp"})])
 def test_what_crosses_slices_is_told(sizes, crossing):
     """Of two groups of four devices: what goes along dp, or fsdp where dp is 1, crosses between
     them, and nothing else does.
@@ -286,7 +285,7 @@ def test_what_crosses_slices_is_told(sizes, crossing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["fsdp", "ep", "tp", "sp"])
+@pytest.mark.parametrize("axis", ["fsdp", "ep", "tp"])
 def test_what_is_sent_grows_no_faster_than_predicted(axis):
     """From 2 to 8 devices along an axis, all-to-alls are the predicted bytes exactly; what else a
     compiled update sends from each grows as predicted, to 2%, and is less than three times that
@@ -535,14 +534,7 @@ def test_the_spelling_of_a_plan_is_checked_first(tiny, monkeypatch, plan_for):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=f"plan_for '{plan_for}': unknown; legal are TPU slices"):
         planned(tiny, plan_for=plan_for)
-
-
-def test_gpus_of_one_host_need_no_number_of_hosts():
-    """h100:8 is one host of eight GPUs, not eight hosts.
-
-    Break: tests/plan.py: if n_hosts else 1, int(per_host) => if n_hosts else int(per_host), 1
-    """
-    assert plan.hosts_and_gpus("h100:8") == (1, 8)
+    assert plan.hosts_and_gpus("h100:8") == (1, 8)  # one host
     assert plan.hosts_and_gpus("h100:4x8") == (4, 8)
 
 
@@ -595,23 +587,6 @@ def gpu_text(tiny, **changes):
     return cost["programs"]["a step"].as_text()
 
 
-def overlaps(text):
-    """{collective and its number: products of matrices between its start and its end}."""
-    found = {}
-    for body in re.findall(r"^(?:ENTRY )?%?\S+ \([^\n]*\{\n(.*?)^\}", text, re.M | re.S):
-        n, starts = 0, {}
-        for line in body.splitlines():
-            m = re.match(r"\s*(?:ROOT )?%?(\S+) = .*? ([a-z][\w\-]*)\(%?([\w.\-]*)", line)
-            if not m:
-                continue
-            n += "gemm" in line and m[2] == "fusion"
-            if m[2].endswith("-start"):
-                starts[m[1]] = n
-            elif m[3] in starts:
-                found[m[3]] = n - starts[m[3]]
-    return found
-
-
 @pytest.mark.slow
 @needs_cuda
 @pytest.mark.parametrize("remat, forward", [("named", 2), ("full", 4)])
@@ -631,57 +606,6 @@ def test_a_gpu_multiplies_in_bfloat16_and_attends_by_cudnn(tiny, remat, forward)
     assert text.count('"__cudnn$fmhaSoftmax"') == forward
     assert text.count('"__cudnn$fmhaSoftmaxBackward"') == 2
     assert not re.search(r"\[(?:8,1024|8192),32768\]", text)
-
-
-@pytest.mark.slow
-@needs_cuda
-def test_kernels_of_a_gpu_have_the_flops_of_the_model(tiny):
-    """The products and the attention of a compiled update have the FLOP of a hand count, of which
-    cuDNN does five products backward where the count has four.
-
-    Break: tests/plan.py: return 5 * flop, backward_frac => return 4 * flop, backward_frac
-    """
-    cfg = plan.PlanConfig(**dataclasses.asdict(tiny()) | GPU)
-    run = train.setup_run(cfg, devices=plan.planned_devices(cfg))
-    cfg = run["cfg"]
-    cost = plan.measure(run)
-    found = {"products": 0, "attention": 0}
-    for kernel in plan.gpu_kernels(cost["programs"]["a step"].as_text()):
-        if kernel["flop"]:
-            found[kernel["group"]] += kernel["times"] * kernel["flop"]
-    tokens = cfg.batch_size * cfg.seq_len
-    attention = 12 * cfg.n_layers * cfg.n_heads * cfg.head_dim * cfg.seq_len / 2 * tokens
-    assert found["attention"] == pytest.approx(attention * 7 / 6)
-    products = next(iter(cost["flop"].values())) - attention
-    assert found["products"] == pytest.approx(products, rel=0.01)
-    assert cost["step_s"] >= sum(cost["kernel_seconds"].values()) > 0
-
-
-@pytest.mark.slow
-@needs_cuda
-def test_packed_rows_are_cudnn_s_too(tiny):
-    """Documents apart are a mask of its attention, and no scores of all queries exist.
-
-    Break: model.py: one_document or T <= MASK_LEN => one_document
-    """
-    text = gpu_text(tiny, document_mask=True, eod_id=10)
-    assert text.count('"__cudnn$fmhaScaleBiasSoftmax"') == 2
-    assert not re.search(r"\[8,8,(?:1,)?\d+,1024\]", text)
-
-
-@pytest.mark.slow
-@needs_cuda
-def test_gpus_send_bfloat16_beside_matmuls(tiny):
-    """Over fsdp, with layers in a loop: weights and gradients go in bfloat16, and gradients of a
-    layer are summed while at least four matmuls of another run.
-
-    Break: train.py: jax.config.update("jax_optimization_level", "O1") => pass
-    """
-    text = gpu_text(tiny, plan_for="h100:1x8", n_layers=65, vocab_size=65536)
-    large = re.findall(r"= \(*f32\[\d+,\d+.*? (?:all-gather|reduce-scatter|all-reduce)-start", text)
-    assert not large, large
-    behind = sorted(n for name, n in overlaps(text).items() if "reduce-scatter" in name)
-    assert behind[-2] >= 4, behind
 
 
 @pytest.mark.slow
