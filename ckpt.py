@@ -261,7 +261,9 @@ def restore_newest(root, like, log=print):
         except ValueError as e:
             error = str(e)
         if jax.process_count() > 1:
-            error = _agree_on_error(error, step)
+            any_error = multihost_utils.process_allgather(bool(error)).any()
+            if any_error and not error:
+                error = f"another process could not read checkpoint {step}"
         if not error:
             return step, tree
         log(f"skipping a corrupted checkpoint: {error}")
@@ -483,7 +485,20 @@ def broadcast_from_main(decide):
     """
     if jax.process_count() == 1:
         return decide()
-    return _broadcast(decide)
+    value = error = None
+    if jax.process_index() == 0:
+        try:
+            value = decide()
+        except ValueError as e:
+            error = str(e)
+    # The other processes need the length first.
+    text = np.frombuffer(json.dumps([value, error]).encode(), np.uint8)
+    n_bytes = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    text = multihost_utils.broadcast_one_to_all(np.resize(text, n_bytes))
+    value, error = json.loads(np.asarray(text, np.uint8).tobytes())
+    if error is not None:
+        raise ValueError(error)
+    return value
 
 
 # ---- errors
@@ -577,13 +592,10 @@ def _read(store, key):
 
 
 def _kvstore(root, *names):
-    """TensorStore's spec of a folder. Raises ValueError for a link within the folder of a step."""
+    """TensorStore's spec of a folder."""
     if not _is_local(root):
         return _bucket_kvstore(root, *names)
-    # The folder of a step may be a link. TensorStore refuses "..".
-    path = Path(root, *names[:1]).resolve().joinpath(*names[1:])
-    if path.resolve() != path:
-        raise ValueError(f"{path} leads to {path.resolve()}: a checkpoint may hold no links")
+    path = Path(root, *names).resolve()  # TensorStore refuses ".."
     return {"driver": "file", "path": f"{path}/", "file_io_sync": True}
 
 
@@ -754,10 +766,9 @@ def find_checkpoint(root, which, field="checkpoint"):
     the steps that exist.
     """
     saved = broadcast_from_main(partial(steps_by_kind, root))
-    for kind, kind_steps in saved.items():
-        for step in kind_steps:
+    for kind, found_root in roots(root).items():
+        for step in saved[kind]:
             if which == str(step) or which == kind == "best":
-                found_root = roots(root)[kind]
                 return found_root, step, broadcast_from_main(partial(read_meta, found_root, step))
     raise ValueError(f"{field} {which}: must be latest, best, or one of the steps that {root} has: "
                      f"{saved}")
@@ -932,24 +943,6 @@ def replace_file(path, text):
 PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
 
 
-def _broadcast(decide):
-    """broadcast_from_main for several processes."""
-    value = error = None
-    if jax.process_index() == 0:
-        try:
-            value = decide()
-        except ValueError as e:
-            error = str(e)
-    # The other processes need the length first.
-    text = np.frombuffer(json.dumps([value, error]).encode(), np.uint8)
-    n_bytes = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    text = multihost_utils.broadcast_one_to_all(np.resize(text, n_bytes))
-    value, error = json.loads(np.asarray(text, np.uint8).tobytes())
-    if error is not None:
-        raise ValueError(error)
-    return value
-
-
 def _wait_for_peers(store, save_id):
     """Wait, on process 0, until every other process has written its shards, and on the others until
     process 0 has committed. Raises OSError when a process has failed or takes too long.
@@ -974,14 +967,6 @@ def _wait_for_peers(store, save_id):
             raise TimeoutError(f"processes {unfinished} are not done after {timeout_s} s: have "
                                "they exited, or do they not share this folder?")
         time.sleep(0.05)
-
-
-def _agree_on_error(error, step):
-    """This process's error, a message when only another process has an error, or ""."""
-    any_error = multihost_utils.process_allgather(bool(error)).any()
-    if any_error and not error:
-        return f"another process could not read checkpoint {step}"
-    return error
 
 
 # ---- one folder for all processes
@@ -1136,7 +1121,7 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, s
         for name, saved_name in names.items():
             chosen[name] = i, saved_name
         errors += [f"{source['path']}: {error}" for error in wrong]
-        sources.append(source | {"take": {}})
+        sources.append(source | {"take": {}, "text": text})
         saved_names.update(source["names"])
         if source["strict"] and source["load"] == ["*"] and not source["exclude"]:
             is_complete = True
@@ -1270,12 +1255,11 @@ def log_sources(sources, missing, names, log=print):
 
     names: all parameters. sources: the result of `open_sources`.
     """
-    origins = []  # (text, names)
     initialized = [name for name in names if name in missing]
+    origins = []  # (text, names)
     for source in sources:
-        at_checkpoint = f"@{source['checkpoint']}" if source["checkpoint"] else ""
-        taken = [*source["take"].values()]
-        origins.append((source["path"] + at_checkpoint, taken))
+        taken = source["take"].values()
+        origins.append((source["text"], taken))
         initialized = [name for name in initialized if name not in taken]
     for origin, taken in [*origins, ("a fresh initialization", initialized)]:
         which = f": {', '.join(taken)}" if len(taken) < len(names) else ""
@@ -1290,12 +1274,10 @@ def verify(root, log=print):
     of parameters alone; return the first error of each. `log` gets a line for each intact one.
     """
     if not any(steps_by_kind(root).values()):
-        return [f"{root} holds no checkpoint; name the folder of checkpoints, such as "
-                "out/default/ckpt"]
+        return [f"{root} holds no checkpoint; name a folder such as out/default/ckpt"]
     errors = []
-    for kind, kind_steps in steps_by_kind(root).items():
-        folder = roots(root)[kind]
-        for step in kind_steps:
+    for folder in roots(root).values():
+        for step in steps(folder):
             try:
                 meta = read_meta(folder, step)
                 for name, layout in meta["arrays"].items():
@@ -1361,9 +1343,6 @@ def open_tensors(folder):
             for name, entry in header.items():
                 if name in tensors:
                     raise ValueError(f"another file of the folder holds {name} too")
-                if entry["dtype"] not in TENSOR_DTYPES:
-                    raise ValueError(f"{name} has dtype {entry['dtype']}, not a float of 16 bits "
-                                     "or more")
                 first, end = entry["data_offsets"]
                 x = file[start + first:start + end].view(TENSOR_DTYPES[entry["dtype"]])
                 tensors[name] = x.reshape(entry["shape"])
@@ -1448,12 +1427,6 @@ def write_safetensors(path, shapes, dtype, tensors):
             file.write(x.tobytes())
 
 
-def read_hf_config(folder):
-    """The config.json of a folder of Hugging Face weights, or {}."""
-    found = read_json(Path(folder, "config.json"))
-    return found if "model_type" in found else {}
-
-
 # ---- exports
 
 EXPORT_MARK = "sixfile.json"  # file in an export that names the run that wrote it
@@ -1512,6 +1485,5 @@ def write_export(folder, run, arrays, pieces, dtype, add_files):
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] != "verify":
-        sys.exit("usage: python ckpt.py verify DIR\nDIR: a folder of checkpoints, such as "
-                 "out/default/ckpt")
+        sys.exit("usage: python ckpt.py verify DIR, as in out/default/ckpt")
     sys.exit("\n".join(verify(sys.argv[2])) or None)

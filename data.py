@@ -2778,11 +2778,9 @@ def copy_tokenizer(name, folder):
 HUB_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")
 HUB_WEIGHTS = ("model*.safetensors",)
 
-HUB_RULE = ("a name on the Hub must be hf://ORG/NAME, hf://ORG/NAME@REVISION or "
-            "hf://datasets/ORG/NAME@REVISION/PATTERN")
-# The kind, the repository, the revision and the commit in a name. Two kinds of revisions have a /.
-HUB_NAME = (r"(hf://(datasets/)?(?!(?:datasets|models|spaces)/)([\w.-]+/[\w.-]+))"
-            r"(?:@(refs/convert/[\w.-]+|refs/pr/\d+|[^@/\s=]+))?(?:@([0-9a-f]{40}))?")
+# The name, with a revision that is not a commit, the kind, the repository, and the commit.
+HUB_NAME = (r"(hf://(datasets/)?([\w.-]+/[\w.-]+)(?:@(?![0-9a-f]{40}\b)([^@/\s=]+))?)"
+            r"(?:@([0-9a-f]{40}))?(?=[/\s=]|$)")
 
 
 def hub_path(name, weights=False):
@@ -2796,14 +2794,14 @@ def hub_path(name, weights=False):
     if not name.startswith("hf://"):
         return name
     hub = parse_hub(name)
-    if hub["rest"][:1] not in ("", "/"):
-        raise ValueError(f"{name}: {HUB_RULE}")
     path = hub["rest"].strip("/")
-    if hub["kind"] == "dataset" and not path:
-        raise ValueError(f"{name}: must name files of the data set, as in "
-                         f"{hub['name']}/**/*.parquet")
-    local_path = str(Path(_fetch_hub(name, path, weights), path))
-    if path and not glob.glob(local_path, recursive=True) and not os.path.exists(local_path):
+    patterns = HUB_SETTINGS + HUB_WEIGHTS if weights else HUB_SETTINGS
+    if path:  # in these patterns * also matches /; a path may be a folder of datasets
+        patterns = (path.replace("**/", "*"), f"{path}/*")
+    elif hub["kind"] == "dataset":
+        raise ValueError(f"{name}: must name files of the data set, as in {name}/**/*.parquet")
+    local_path = str(Path(_fetch_hub(name, patterns), path))
+    if not glob.glob(local_path, recursive=True):
         raise ValueError(f"{name}: the repository or, without network, its cache has no such file; "
                          "* stands for names in one folder, **/* for those in all folders")
     return local_path
@@ -2811,75 +2809,45 @@ def hub_path(name, weights=False):
 
 def resolve_hub(text, earlier=()):
     """A text that begins with a name on the Hub, with the commit of that name: 'hf://ORG/NAME
-    load=embed' becomes 'hf://ORG/NAME@COMMIT load=embed', and @BRANCH becomes @BRANCH@COMMIT, where
-    the branch is not main. Another text is returned unchanged.
+    load=embed' becomes 'hf://ORG/NAME@COMMIT load=embed', and @BRANCH becomes @BRANCH@COMMIT.
 
     earlier: texts that this function has returned. If one of them has the name, its commit is used.
     """
-    if not text.startswith("hf://"):
-        return text
     hub = parse_hub(text)
-    commit = hub["commit"]
-    for other in map(parse_hub, earlier):
-        if not commit and other["name"] == hub["name"]:
-            commit = other["commit"]
-    if not commit:
-        commit = Path(_fetch(hub, [])).name  # the name of the folder
+    commits = {other["name"]: other["commit"] for other in map(parse_hub, earlier)}
+    # A fetched folder has the name of its commit.
+    commit = hub["commit"] or commits.get(hub["name"]) or Path(_fetch_hub(text, ())).name
     return f"{hub['name']}@{commit}{hub['rest']}"
 
 
 def parse_hub(text):
     """The parts of a text that begins with a name on the Hub: {
-        "name": hf://ORG/NAME, with @REVISION if it is neither main nor a commit,
-        "kind": "model" or "dataset", "repo": ORG/NAME, "revision",
+        "name": hf://ORG/NAME, with @REVISION if the text has one that is not a commit,
+        "kind": "model" or "dataset", "repo": ORG/NAME, "revision": that or the commit, or None,
         "commit": 40 digits, or "" if the text has none,
         "rest": the text after all this}.
     """
     match = re.match(HUB_NAME, text)
-    rest = text[match.end():] if match else text
-    if not match or not re.match(r"[/\s=]|$", rest):
-        raise ValueError(f"{text}: {HUB_RULE}")
+    if not match:
+        raise ValueError(f"{text}: a name on the Hub must be hf://ORG/NAME, hf://ORG/NAME@REVISION "
+                         "or hf://datasets/ORG/NAME@REVISION/PATTERN; write / in a revision as %2F")
     name, is_dataset, repo, revision, commit = match.groups(default="")
-    if re.fullmatch("[0-9a-f]{40}", revision) and not commit:
-        commit = revision
-        revision = ""
-    if not revision:
-        revision = "main"
-    if revision != "main":
-        name += f"@{revision}"
     return {"name": name, "kind": "dataset" if is_dataset else "model", "repo": repo,
-            "revision": revision, "commit": commit, "rest": rest}
+            "revision": commit or unquote(revision) or None, "commit": commit,
+            "rest": text[match.end():]}
 
 
 @cache
-def _fetch_hub(name, path, weights):
-    """Fetch the files of a name; return the local folder of its repository."""
-    # In these patterns, unlike in those of glob, * also matches /.
-    deeper = "*/" * (path.count("/") + 1) + "*"
-    if not path:
-        wanted = list(HUB_SETTINGS + HUB_WEIGHTS if weights else HUB_SETTINGS)
-        unwanted = [deeper]
-    elif "**" in path:
-        wanted = [path.replace("**/", "*")]
-        unwanted = []
-    elif glob.escape(path) != path:
-        wanted = [path]
-        unwanted = [deeper]
-    else:
-        wanted = [path, f"{path}/*"]  # a file, or a folder of datasets
-        unwanted = []
-    return _fetch(parse_hub(name), wanted, unwanted)
-
-
-def _fetch(hub, wanted, unwanted=()):
+def _fetch_hub(name, patterns):
     """Fetch the files of these patterns; return the local folder of the repository, whose name is
     the commit. The library uses its cache where it has the files, or where there is no network.
     """
+    hub = parse_hub(name)
     library = require("huggingface_hub", hub["name"])
     with as_value_error(hub["name"], Exception):
         return library.snapshot_download(
-            hub["repo"], repo_type=hub["kind"], revision=hub["commit"] or unquote(hub["revision"]),
-            allow_patterns=wanted, ignore_patterns=list(unwanted))
+            hub["repo"], repo_type=hub["kind"], revision=hub["revision"],
+            allow_patterns=list(patterns))
 
 
 # ---- evaluation batches of another size

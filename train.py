@@ -386,8 +386,8 @@ def choose_start(setup, train_data, state, params):
     """Decide where the initial state comes from: {"origin": a text, "sources": texts that name the
     sources of parameters, "missing": parameters that the checkpoint lacks (all, without one),
     "load_from": sources to load them from, "meta": of the newest checkpoint, or {}, "root": its
-    folder, "step": its step, None for the newest intact one, "run": the out_dir of its run,
-    "is_branch": whether that is another run}. Prints the sources.
+    folder, "step": its step, None for the newest intact one, "is_branch": whether it is that of
+    another run}. Prints the sources.
 
     Another mesh is fine, and so is another value of a field in config.RESUMABLE_FIELDS. Raises
     ValueError when the data, the sources or another field differ and --allow_change does not name
@@ -398,7 +398,7 @@ def choose_start(setup, train_data, state, params):
     others = config.nearest_runs(cfg.out_dir)
     _, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given, others)
     start = {"origin": "a fresh initialization", "sources": [], "missing": set(), "load_from": [],
-             "meta": meta, "root": root, "step": None, "run": cfg.out_dir, "is_branch": False}
+             "meta": meta, "root": root, "step": None, "is_branch": False}
     if state is not None:
         return start | {"origin": "the given state"}
     if params is not None:
@@ -2251,24 +2251,14 @@ def keep_if_best(run, state, step, progress, metrics):
 
 
 def find_branch(cfg):
-    """The checkpoint of another run that cfg.branch_from names, as choose_start returns it. Raises
-    ValueError when it is missing or has another shape.
-    """
+    """The checkpoint of another run that cfg.branch_from names, as choose_start returns it."""
     folder, step = config.parse_branch(cfg.branch_from)
-    if os.path.realpath(folder) == os.path.realpath(cfg.out_dir):
-        raise ValueError(f"branch_from {cfg.branch_from!r}: is in the --out_dir of this run; "
-                         "choose another")
     if step >= cfg.steps:
         raise ValueError(f"branch_from {cfg.branch_from!r}: must be before the last step, "
                          f"{cfg.steps}; set more --steps")
-    root = ckpt.root_of(folder)
-    ckpt.newest_run_meta(
-        root, f"branch_from {cfg.branch_from!r}", config.nearest_runs(folder))
-    found_root, _, meta = ckpt.find_checkpoint(root, str(step), f"branch_from {folder}, step")
-    if found_root != root:
-        raise ValueError(f"branch_from {cfg.branch_from!r}: {found_root} has only the parameters; "
-                         "use --init_from")
-    return {"root": root, "step": step, "meta": meta, "run": folder, "is_branch": True,
+    root, _, meta = ckpt.find_checkpoint(
+        ckpt.root_of(folder), str(step), f"branch_from {folder}, step")
+    return {"root": root, "step": step, "meta": meta, "is_branch": True,
             "origin": f"the checkpoint {cfg.branch_from}"}
 
 
@@ -2379,7 +2369,8 @@ def config_from_hf(cfg):
 
 def read_hf_config(path):
     """The config.json of Hugging Face weights in a folder or on the Hub, or {}."""
-    return ckpt.read_hf_config(data.hub_path(path))
+    found = ckpt.read_json(Path(data.hub_path(path), "config.json"))
+    return found if "model_type" in found else {}
 
 
 def tokenizer_from_hf(path, cfg, vocab_size):
@@ -2477,7 +2468,7 @@ def resolve_hub_names(cfg):
     """cfg with a commit in each name on the Hub. If the run in out_dir has chosen a commit for a
     name, it resumes with that one, though the branch may have moved. Process 0 chooses for all.
     """
-    texts = hub_texts(vars(cfg))
+    texts = json.dumps({name: getattr(cfg, name) for name in HUB_FIELDS})
     if "hf://" not in texts:
         return cfg
     saved = {}
@@ -2485,7 +2476,7 @@ def resolve_hub_names(cfg):
         # The config of the run in out_dir: of its newest checkpoint, or that of its launch.
         _, meta = ckpt.newest_meta(ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir))
         saved = meta.get("config") or ckpt.read_json(Path(cfg.out_dir, "config.json"))
-    earlier = re.findall(HUB_NAME, hub_texts(saved))
+    earlier = re.findall(HUB_NAME, json.dumps(saved))
 
     def resolve():
         return re.sub(HUB_NAME, lambda name: data.resolve_hub(name[0], earlier), texts)
@@ -2495,11 +2486,6 @@ def resolve_hub_names(cfg):
         if isinstance(value, list):
             changes[name] = tuple(value)
     return dataclasses.replace(cfg, **changes)
-
-
-def hub_texts(fields):
-    """The fields of a config that may have names on the Hub, as JSON."""
-    return json.dumps({name: fields.get(name, ()) for name in HUB_FIELDS})
 
 
 # ---- samples of a run that has ended
@@ -2592,8 +2578,7 @@ def find_saved(cfg, task, hooks, is_given=False):
     """
     setup = setup_run(cfg, task, hooks=hooks)
     cfg, root = setup["cfg"], setup["root"]
-    start = {"root": root, "meta": {}, "step": None, "run": cfg.out_dir, "missing": set(),
-             "load_from": []}
+    start = {"root": root, "meta": {}, "step": None, "missing": set(), "load_from": []}
     if is_given:
         return setup, start
     if cfg.checkpoint == "latest":

@@ -180,8 +180,7 @@ def test_files_cover_an_array_once():
 def test_a_root_may_be_a_relative_path(tmp_path, monkeypatch):
     """A root may be a relative path or contain ".."; in an object store the endpoint stays last.
 
-    Break: ckpt.py: path = Path(root, *names[:1]).resolve().joinpath(*names[1:]) =>
-    path = Path(root, *names)
+    Break: ckpt.py: path = Path(root, *names).resolve() => path = Path(root, *names)
     """
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -628,25 +627,19 @@ def test_a_meta_json_that_leads_elsewhere_is_refused(tmp_path, change):
     assert sorted(outside.rglob("*")) == before
 
 
-def test_a_step_may_be_a_link_and_nothing_in_it(tmp_path):
+def test_a_step_may_be_a_link(tmp_path):
     """A checkpoint that was moved and linked is read; to delete it deletes the link. A link to a
-    checkpoint that is gone, and a link in a checkpoint, is an error.
+    checkpoint that is gone is an error.
 
-    Break: ckpt.py: if path.resolve() != path: => if False:
+    Break: ckpt.py: if entry.is_symlink() and entry.name.isdecimal(): => if False:
     """
     tree, root, outside = {"big": np.ones(2**15)}, tmp_path / "run", tmp_path / "outside"
     save(root, 1, tree=tree)
-    save(outside, 1, 2, tree=tree)
+    save(outside, 2, tree=tree)
     before = sorted(outside.rglob("*"))
     (root / "000000002").symlink_to(outside / "000000002")
     assert ckpt.steps(root) == [1, 2]
     assert (ckpt.restore(root, 2)["big"] == 1).all()
-    array = data_of(root, 1) / "big"
-    shutil.rmtree(array)
-    array.symlink_to(data_of(outside, 1) / "big")
-    with pytest.raises(ValueError, match="a checkpoint may hold no links"):
-        ckpt.restore(root, 1, tree)
-    assert "no links" in ckpt.verify(root)[0]
     ckpt.delete_leftovers(root)
     save(root, 3, tree=tree, max_to_keep=1)
     assert names_in(root) == ["000000003"]

@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -83,96 +84,73 @@ def text(word, n=400):
 # ---- names
 
 NAMES = {
-    "hf://o/n": ("hf://o/n", "model", "main", "", ""),
-    "hf://o/n@main": ("hf://o/n", "model", "main", "", ""),
+    "hf://o/n": ("hf://o/n", "model", None, "", ""),
     "hf://o/n.2-x@v1": ("hf://o/n.2-x@v1", "model", "v1", "", ""),
-    f"hf://o/n@{COMMIT_1}": ("hf://o/n", "model", "main", COMMIT_1, ""),
-    f"hf://o/n@v1@{COMMIT_1}/a.json": ("hf://o/n@v1", "model", "v1", COMMIT_1, "/a.json"),
+    f"hf://o/n@{COMMIT_1}": ("hf://o/n", "model", COMMIT_1, COMMIT_1, ""),
+    f"hf://o/n@v1@{COMMIT_1}/a.json": ("hf://o/n@v1", "model", COMMIT_1, COMMIT_1, "/a.json"),
     "hf://o/n@v1 load=w* strict=no": ("hf://o/n@v1", "model", "v1", "", " load=w* strict=no"),
-    "hf://datasets/o/n/**/*.parquet": ("hf://datasets/o/n", "dataset", "main", "", "/**/*.parquet"),
     "hf://datasets/o/n@v1/x=1/*.txt=0.5": (
         "hf://datasets/o/n@v1", "dataset", "v1", "", "/x=1/*.txt=0.5"),
-    "hf://datasets/o/n@refs/convert/parquet/a/b": (
-        "hf://datasets/o/n@refs/convert/parquet", "dataset", "refs/convert/parquet", "", "/a/b"),
-    "hf://o/n@refs/pr/7/a": ("hf://o/n@refs/pr/7", "model", "refs/pr/7", "", "/a"),
+    "hf://datasets/o/n@refs%2Fconvert%2Fparquet/a/b": (
+        "hf://datasets/o/n@refs%2Fconvert%2Fparquet", "dataset", "refs/convert/parquet", "",
+        "/a/b"),
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_parts_of_a_name(name):
-    """A name has a kind, a repository, a revision (default: main), a commit and a path or options.
+    """A name has a kind, a repository, a revision, a commit and a path or options.
 
-    Break: data.py: revision = "main" => revision = "master"
+    Break: data.py: "revision": commit or unquote(revision) or None => "revision": revision or None
     """
     found = data.parse_hub(name)
     assert tuple(found[key] for key in ("name", "kind", "revision", "commit", "rest")) == \
         NAMES[name]
 
 
-@pytest.mark.parametrize("name", ["hf://", "hf://gpt2", "hf://o/", "hf://o/n@", "hf://o/n@a@b",
-                                  "hf://datasets/o", "hf://models/o/n", "hf://o/n?x"])
-def test_a_malformed_name_is_refused(name, tiny):
+def test_a_malformed_name_is_refused(tiny):
     """The error names the text and the forms that names have, in each field.
 
-    Break: data.py: if not match or not re.match(r"[/\\s=]|$", rest): => if not match:
+    Break: data.py: ?(?=[/\\s=]|$)" => ?"
     """
-    for changes in ({"init_from": (name,)}, {"tokenizer": name}, {"data": (name,)}):
-        with pytest.raises(ValueError) as error:
+    for name in ("hf://", "hf://gpt2", "hf://o/n@", "hf://o/n@a@b", "hf://o/n?x"):
+        with pytest.raises(ValueError, match="a name on the Hub must be hf://ORG/NAME, "):
+            data.parse_hub(name)
+    for changes in ({"init_from": ("hf://o",)}, {"tokenizer": "hf://o"}, {"data": ("hf://o",)}):
+        with pytest.raises(ValueError, match="^hf://o: a name on the Hub must be"):
             train.main(tiny(**changes))
-        assert str(error.value).startswith(f"{name}: a name on the Hub must be hf://ORG/NAME, ")
 
-
-# ---- commits
 
 def test_a_name_gets_the_commit_of_its_revision(cache):
     """A branch or tag becomes the commit that it has in the cache. A commit, options and a path
-    stay. Another text is returned as it is, and so is each result.
+    stay, and so does each result. A name that an earlier launch resolved gets its commit though the
+    branch has moved; another revision, another kind of repository and a commit do not.
 
-    Break: data.py: return f"{hub['name']}@{commit}{hub['rest']}" =>
-    return f"{hub['name']}@{commit}"
-    """
-    put(cache, "model", "o/n", COMMIT_1, {"a.json": "{}"})
-    put(cache, "model", "o/n", COMMIT_2, {"a.json": "{ }"}, branch="v2")
-    put(cache, "dataset", "o/n", COMMIT_2, {"a.txt": "a"}, branch="refs/convert/parquet")
-    parquet = "hf://datasets/o/n@refs/convert/parquet"
-    expected = {
-        "hf://o/n": f"hf://o/n@{COMMIT_1}",
-        "hf://o/n@main load=w": f"hf://o/n@{COMMIT_1} load=w",
-        "hf://o/n@v2": f"hf://o/n@v2@{COMMIT_2}",
-        f"hf://o/n@{COMMIT_2}/a": f"hf://o/n@{COMMIT_2}/a",
-        f"{parquet}/*.txt=0.3": f"{parquet}@{COMMIT_2}/*.txt=0.3",
-        "out/hf load=w": "out/hf load=w",
-        "": "",
-    }
-    for name, resolved in expected.items():
-        assert data.resolve_hub(name) == resolved
-        assert data.resolve_hub(resolved) == resolved
-
-
-def test_an_earlier_commit_of_the_same_name_is_used(cache):
-    """A name that an earlier launch resolved gets its commit though the branch has moved. Another
-    revision, another kind of repository and a commit do not.
-
-    Break: data.py: if not commit and other["name"] == hub["name"]: => if False:
+    Break: data.py: commits.get(hub["name"]) or => None or
     """
     for kind in ("model", "dataset"):
         put(cache, kind, "o/n", COMMIT_2, {"a": "a"})
         put(cache, kind, "o/n", COMMIT_2, {}, branch="v2")
+    expected = {
+        "hf://o/n load=w": f"hf://o/n@{COMMIT_2} load=w",
+        "hf://o/n@v2": f"hf://o/n@v2@{COMMIT_2}",
+        f"hf://o/n@{COMMIT_1}/a": f"hf://o/n@{COMMIT_1}/a",
+        "hf://datasets/o/n/*.txt=0.3": f"hf://datasets/o/n@{COMMIT_2}/*.txt=0.3",
+    }
+    for name, resolved in expected.items():
+        assert data.resolve_hub(name) == resolved
+        assert data.resolve_hub(resolved) == resolved
     earlier = [f"hf://o/n@{COMMIT_1} load=w", f"hf://o/other@v2@{COMMIT_1}"]
     resolved = {name: data.resolve_hub(name, earlier)[-40:] for name in (
-        "hf://o/n", "hf://o/n@main", "hf://o/n@v2", "hf://datasets/o/n", f"hf://o/n@{COMMIT_2}",
-        "hf://o/other@v2")}
-    assert list(resolved.values()) == [COMMIT_1, COMMIT_1, COMMIT_2, COMMIT_2, COMMIT_2, COMMIT_1]
+        "hf://o/n", "hf://o/n@v2", "hf://datasets/o/n", f"hf://o/n@{COMMIT_2}", "hf://o/other@v2")}
+    assert list(resolved.values()) == [COMMIT_1, COMMIT_2, COMMIT_2, COMMIT_2, COMMIT_1]
 
-
-# ---- files
 
 def test_local_paths_of_names(cache):
-    """A model is the folder of its snapshot, a pattern that of its files. A name that is not on the
-    Hub is returned as it is.
+    """A model is the folder of its snapshot, a pattern that of its files. A pattern that matches no
+    file, a data set without a pattern and a repository that is not in the cache are errors.
 
-    Break: data.py: local_path = str(Path(_fetch_hub(name, path, weights), path)) =>
-    local_path = _fetch_hub(name, path, weights)
+    Break: data.py: if not glob.glob(local_path, recursive=True): => if False:
     """
     files = {"day1/a.txt": "a", "day2/b.txt": "b", "c.txt": "c"}
     folder = str(put(cache, "dataset", "o/n", COMMIT_1, files))
@@ -184,29 +162,11 @@ def test_local_paths_of_names(cache):
              for pattern in ("*.txt", "*/*.txt", "**/*.txt")}
     assert names == {"*.txt": ["c.txt"], "*/*.txt": ["day1/a.txt", "day2/b.txt"],
                      "**/*.txt": ["c.txt", "day1/a.txt", "day2/b.txt"]}
-
-
-def test_a_pattern_without_a_file_is_refused(cache):
-    """A pattern that matches no file, and a data set without a pattern, raise ValueError.
-
-    Break: data.py: if hub["kind"] == "dataset" and not path: => if False:
-    """
-    put(cache, "dataset", "o/n", COMMIT_1, {"day1/a.txt": "a"})
-    with pytest.raises(ValueError, match=r"^hf://datasets/o/n/\*.txt: the repository or, "):
-        data.expand(["hf://datasets/o/n/*.txt"])
-    with pytest.raises(ValueError, match=r"as in hf://datasets/o/n/\*\*/\*.parquet$"):
-        data.expand(["hf://datasets/o/n"])
-
-
-def test_files_that_are_not_in_the_cache(cache):
-    """Without network, the error names the repository and is the library's.
-
-    Break: data.py: with as_value_error(hub["name"], Exception): => if True:
-    """
-    for name in ("hf://o/n@v2 load=w", f"hf://datasets/o/n@{COMMIT_1}/x/*.txt"):
-        with pytest.raises(ValueError, match="^hf://(datasets/)?o/n.*: .*cache"):
-            data.resolve_hub(name)
-            data.hub_path(name)
+    for name, words in (("hf://datasets/o/n/*.csv", r"^hf://datasets/o/n/\*.csv: the repository"),
+                        ("hf://datasets/o/n", r"as in hf://datasets/o/n/\*\*/\*.parquet$"),
+                        ("hf://o/x@v2", "^hf://o/x@v2: .*cache")):
+        with pytest.raises(ValueError, match=words):
+            data.expand([name])
 
 
 def test_a_missing_package_is_an_error(monkeypatch):
@@ -216,9 +176,8 @@ def test_a_missing_package_is_an_error(monkeypatch):
     """
     for module in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
         monkeypatch.setitem(sys.modules, module, None)
-    for find in (data.resolve_hub, data.hub_path):
-        with pytest.raises(ValueError, match="^hf://o/n: needs `pip install huggingface_hub`$"):
-            find("hf://o/n")
+    with pytest.raises(ValueError, match="^hf://o/n: needs `pip install huggingface_hub`$"):
+        data.hub_path("hf://o/n")
 
 
 # ---- runs
@@ -235,8 +194,8 @@ def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys
     put(cache, "dataset", "o/d", COMMIT_1, {"x/1.txt": text("a"), "x/2.txt": text("a b"),
                                             "val/1.txt": text("?")})
     default = config.Config()
-    cfg = tiny(init_from=("hf://o/n@main load=*",), data=("hf://datasets/o/d/x/*.txt",),
-               val_data=("set=hf://datasets/o/d@main/val/*.txt",), steps=4,
+    cfg = tiny(init_from=("hf://o/n load=*",), data=("hf://datasets/o/d/x/*.txt",),
+               val_data=("set=hf://datasets/o/d/val/*.txt",), steps=4,
                **{name: getattr(default, name) for name in ("d_model", "n_layers", "n_heads",
                                                             "n_kv_heads")})
     began = []
@@ -418,79 +377,45 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("name, files", [
-    ("hf://o/n", {"config.json", "tokenizer.json", "chat_template.jinja", "merges.txt"}),
-    ("hf://o/n+", {"config.json", "tokenizer.json", "chat_template.jinja", "merges.txt",
-                   "model-1.safetensors"}),
-    ("hf://o/n/tokenizer.json", {"tokenizer.json"}),
-    ("hf://datasets/o/d/*.txt", {"c.txt"}),
-    ("hf://datasets/o/d@v2/*/*.txt", {"x/a.txt", "x/b.txt"}),
-    ("hf://datasets/o/d/**/*.txt", {"x/a.txt", "x/b.txt", "c.txt", "x/y/d.txt"}),
-    ("hf://datasets/o/d/x/**/d.*", {"x/y/d.txt"}),
-    ("hf://datasets/o/d/saved", {"saved/state.json", "saved/data.arrow"}),
-])
-def test_only_the_needed_files_are_fetched(name, files, launch):
+def test_only_the_needed_files_are_fetched(launch):
     """Of a model, the settings and the tokenizer are fetched, and on request its weights; of a data
     set, the files that the pattern matches. Nothing is fetched twice, or without network after the
-    first time.
+    first time. A repository and a file that do not exist are errors.
 
-    Break: data.py: wanted = [path.replace("**/", "*")] => wanted = ["*"]
+    Break: data.py: patterns = (path.replace("**/", "*"), => patterns = ("*",
     """
+    settings = {"config.json", "tokenizer.json", "chat_template.jinja", "merges.txt"}
+    wanted = {
+        "hf://o/n": settings,
+        "hf://o/n+": {"model-1.safetensors"},
+        "hf://datasets/o/d@v2/x/*.txt": {"x/a.txt", "x/b.txt"},
+        "hf://datasets/o/d/**/*.txt": {"x/a.txt", "x/b.txt", "c.txt"},
+        "hf://datasets/o/d/saved": {"saved/state.json", "saved/data.arrow"},
+    }
     repos = {
         "models/o/n": {"main": (COMMIT_1, dict.fromkeys(
-            [".gitattributes", "config.json", "tokenizer.json", "chat_template.jinja",
-             "merges.txt", "model-1.safetensors", "consolidated.safetensors", "pytorch_model.bin",
-             "README.md", "onnx/config.json"], b"x"))},
+            [".gitattributes", *settings, "model-1.safetensors", "consolidated.safetensors",
+             "pytorch_model.bin", "README.md"], b"x"))},
         "datasets/o/d": {"main": (COMMIT_2, dict.fromkeys(
-            [".gitattributes", "c.txt", "x/a.txt", "x/b.txt", "x/y/d.txt", "README.md",
-             "saved/state.json", "saved/data.arrow"], b"y"))},
+            [".gitattributes", "c.txt", "x/a.txt", "x/b.txt", "README.md", "saved/state.json",
+             "saved/data.arrow"], b"y"))},
     }
-    repos["datasets/o/d"]["v2"] = repos["datasets/o/d"]["main"]
+    repos["datasets/o/d"]["v2"] = ("3" * 40, repos["datasets/o/d"]["main"][1])
     requests = []
     server = serve(repos, requests)
     endpoint = f"http://127.0.0.1:{server.server_port}"
-    first = launch(FETCH, endpoint, name)
-    assert downloads(requests) == files
-    assert launch(FETCH, endpoint, name) == first
+    first = []
+    for name, files in wanted.items():
+        first += launch(FETCH, endpoint, name)
+        assert downloads(requests) == files, name
+    assert launch(FETCH, endpoint, *wanted) == first
     assert downloads(requests) == set()
+    printed = "\n".join(launch(FETCH, endpoint, "hf://o/x", "hf://o/n/none.json"))
+    assert re.findall("error: (.*?): ", printed) == ["hf://o/x", f"hf://o/n@{COMMIT_1}/none.json"]
     server.shutdown()
     server.server_close()
-    assert launch(FETCH, "", name) == first
-    assert os.path.exists(first[0].split("*")[0])
-
-
-def test_answers_of_the_hub_that_are_errors(launch):
-    """An unknown repository, revision, commit or file is an error that names it.
-
-    Break: data.py: if path and not glob.glob(local_path, => if False and not glob.glob(local_path,
-    """
-    repos = {"models/o/n": {"main": (COMMIT_1, {".gitattributes": b"", "config.json": b""})},
-             "models/o/bare": {"main": (COMMIT_1, {"config.json": b""})}}
-    server = serve(repos, [])
-    printed = launch(FETCH, f"http://127.0.0.1:{server.server_port}", "hf://o/x", "hf://o/n@v3",
-                     "hf://o/n@" + "3" * 40, "hf://o/n/none.json", "hf://o/bare")
-    server.shutdown()
-    errors = [line.split(": ")[1] for line in printed if line.startswith("error: ")]
-    assert errors == ["hf://o/x", "hf://o/n@v3", "hf://o/n", f"hf://o/n@{COMMIT_1}/none.json"]
-    assert printed[-1].endswith(f"snapshots/{COMMIT_1}")
-
-
-@pytest.mark.slow
-def test_the_cache_is_used_when_the_hub_cannot_be_reached(launch):
-    """After the library's attempts to reach the Hub have failed, a name is what its cache has.
-
-    Break: data.py: commit = Path(_fetch(hub, [])).name => commit = 1 / 0
-    """
-    server = serve({"models/o/n": {"main": (COMMIT_1, {"config.json": b"{}"})}}, [])
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    [path] = launch(FETCH, endpoint, f"hf://o/n@{COMMIT_1}")
-    server.shutdown()
-    server.server_close()
-    ref = os.path.join(path, "../../refs/main")
-    os.makedirs(os.path.dirname(ref), exist_ok=True)
-    with open(ref, "w") as file:
-        file.write(COMMIT_1)
-    assert launch(FETCH, endpoint, "hf://o/n") == [path]
+    assert launch(FETCH, "", *wanted) == first
+    assert all(os.path.exists(path.split("*")[0]) for path in first)
 
 
 COMMAND_LINES = """

@@ -152,7 +152,7 @@ JUMPS = {
         "names on the Hub": ["hub_path"],
     },
     "ckpt.py": {
-        "several processes": ["_agree_on_error", "_broadcast", "_wait_for_peers"],
+        "several processes": ["_wait_for_peers"],
         "buckets": ["_bucket_kvstore", "_delete_keys", "_join_url", "_list_bucket"],
         "locks of buckets": ["lock_bucket"],
     },

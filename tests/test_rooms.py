@@ -253,7 +253,7 @@ FEATURES = {
             ("train.py", "    cfg = resolve_hub_names(cfg)\n", ""),
             ("train.py", 'Path(data.hub_path(path), "tokenizer.json")',
              'Path(path, "tokenizer.json")'),
-            ("train.py", "ckpt.read_hf_config(data.hub_path(path))", "ckpt.read_hf_config(path)"),
+            ("train.py", 'Path(data.hub_path(path), "config.json")', 'Path(path, "config.json")'),
             ("train.py", "data.hub_path(path, weights=True)", "path"),
         ],
     },
