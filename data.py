@@ -738,28 +738,29 @@ def read_record(row, where, tokenizer):
     Raises ValueError naming `where` for a row without these columns, for a column that would reach
     no token, and for broken text.
     """
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: {str(row)[:60]!r} is not an object with fields")
-    form = _find_form(row, where)
-    if form == "text":
-        record = {"kind": "text", "text": row["text"]}
-    elif form == "input_ids":  # optional: token ids
-        record = _read_ids(row, where, tokenizer)
-    else:  # optional: prompts and chats
-        record = _read_prompt_or_chat(form, row, where, tokenizer)
-    text = record["text"] + record.get("completion", "")
-    if "\0" in text or (not text.isascii() and re.search("[\ud800-\udfff]", text)):
-        raise ValueError(f"{where}: has a zero byte or a lone surrogate, which no text has")
-    _check_columns(row, record.get("used", ()), f"{where}: read as {form}")
+    with as_value_error(where, ValueError):
+        if not isinstance(row, dict):
+            raise ValueError(f"{str(row)[:60]!r} is not an object with fields")
+        form = _find_form(row)
+        if form == "text":
+            record = {"kind": "text", "text": row["text"]}
+        elif form == "input_ids":  # optional: token ids
+            record = _read_ids(row, tokenizer)
+        else:  # optional: prompts and chats
+            record = _read_prompt_or_chat(form, row, tokenizer)
+        text = record["text"] + record.get("completion", "")
+        if "\0" in text or (not text.isascii() and re.search("[\ud800-\udfff]", text)):
+            raise ValueError("has a zero byte or a lone surrogate, which no text has")
+        _check_columns(row, record.get("used", ()))
     return {"form": form, "n_bytes": len(text.encode())} | record
 
 
-def _check_columns(row, used, where):
+def _check_columns(row, used):
     """Raise ValueError for a column of UNREAD_COLUMNS that has a value and is not used."""
     for name in UNREAD_COLUMNS:
         if name not in used and not _is_empty(row.get(name)):
-            raise ValueError(f"{where}: no token would hold the column {name}; remove it, or name "
-                             "the columns to use, as in --columns messages=messages")
+            raise ValueError(f"no token would hold the column {name}; remove it, or name the "
+                             "columns to use, as in --columns messages=messages")
 
 
 # {form of a row: the columns that it must have}. Lists may also be written as JSON.
@@ -789,7 +790,7 @@ def _is_empty(value):
     return value is None or value != value or value in ([], {})
 
 
-def _find_form(row, where):
+def _find_form(row):
     """The one form of `FORMS` that a row has. Raises ValueError for none or several."""
     found = []
     for form, names in FORMS.items():
@@ -798,13 +799,13 @@ def _find_form(row, where):
             found.append(form)
     if len(found) > 1:
         name = FORMS[found[0]][0]
-        raise ValueError(f"{where}: has {' and also '.join(found)}: name the columns to use, as in "
+        raise ValueError(f"has {' and also '.join(found)}: name the columns to use, as in "
                          f"--columns {name}={name}")
     if not found:
         fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
-        raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
-                         f"'completion', or a list 'messages'; it has {fields or 'no fields'}. "
-                         "Name other columns as in --columns text=content")
+        raise ValueError("not an object with a string 'text', strings 'prompt' and 'completion', "
+                         f"or a list 'messages'; it has {fields or 'no fields'}. Name other "
+                         "columns as in --columns text=content")
     return found[0]
 
 
@@ -1720,34 +1721,34 @@ def _likely_width(words):
 
 # ---- rows of token ids
 
-def _read_ids(row, where, tokenizer):
+def _read_ids(row, tokenizer):
     """The record of a row of token ids. Ids whose attention_mask is 0 are padding."""
-    ids = _integers(row, "input_ids", where)
-    labels = ids if _is_empty(row.get("labels")) else _integers(row, "labels", where)
+    ids = _integers(row, "input_ids")
+    labels = ids if _is_empty(row.get("labels")) else _integers(row, "labels")
     mask = np.ones_like(ids)
     if not _is_empty(row.get("attention_mask")):
-        mask = _integers(row, "attention_mask", where)
-    check_ids(ids[None], tokenizer.get("n_ids", tokenizer["vocab_size"]), [{"name": where}])
+        mask = _integers(row, "attention_mask")
+    check_ids(ids[None], tokenizer.get("n_ids", tokenizer["vocab_size"]), [{"name": "input_ids"}])
     if not (ids.shape == labels.shape == mask.shape and np.isin(mask, (0, 1)).all()
             and np.all((labels == ids) | (labels == IGNORE))):
-        raise ValueError(f"{where}: labels must be input_ids or {IGNORE} at each place, not "
-                         "shifted, and attention_mask 0 or 1, as many as input_ids")
+        raise ValueError(f"labels must be input_ids or {IGNORE} at each place, not shifted, and "
+                         "attention_mask 0 or 1, as many as input_ids")
     is_used = mask == 1
     return {"kind": "ids", "text": "", "ids": ids[is_used], "ignored": labels[is_used] == IGNORE,
             "n_bytes": len(tokenizer["decode"](ids[is_used]).encode())}
 
 
-def _integers(row, name, where):
+def _integers(row, name):
     """A column of a row as a 1-D array of integers."""
-    array = np.asarray(_parsed(row[name], where))
+    array = np.asarray(_parsed(row[name]))
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise ValueError(f"{where}: {name} must be a list of integers: {str(row[name])[:80]}")
+        raise ValueError(f"{name} must be a list of integers: {str(row[name])[:80]}")
     return array.astype(np.int64)
 
 
 # ---- prompts and chats
 
-def _read_prompt_or_chat(form, row, where, tokenizer):
+def _read_prompt_or_chat(form, row, tokenizer):
     """The record of a row that is not a plain text; see `read_record`."""
     used = ("system", "tools")
     prompt = []
@@ -1760,11 +1761,11 @@ def _read_prompt_or_chat(form, row, where, tokenizer):
         used += ("input",)
         text = row["instruction"]
         if not _is_empty(row.get("input")):
-            text += "\n\n" + _content_text(row["input"], f"{where}: input")
+            text += "\n\n" + _content_text(row["input"])
         # A tokenizer without a chat template gets a prompt and a completion.
         if not _chat_template(tokenizer):
             for message in _system_messages(row):
-                text = _content_text(message["content"], f"{where}: system") + "\n\n" + text
+                text = _content_text(message["content"]) + "\n\n" + text
             return {"kind": "pair", "text": f"{text}\n\n", "completion": row["output"],
                     "used": ("system", "input")}
         prompt = [{"role": "user", "content": text}]
@@ -1773,8 +1774,7 @@ def _read_prompt_or_chat(form, row, where, tokenizer):
         completion = messages_in(row[form])
     # Of a prompt and its completion, only the completion has labels.
     prompt = [*_system_messages(row), *prompt]
-    text, spans = render_chat([*prompt, *completion], row.get("tools"), tokenizer, where,
-                              n_prompt=len(prompt))
+    text, spans = render_chat([*prompt, *completion], row.get("tools"), tokenizer, len(prompt))
     return {"kind": "chat", "text": text, "spans": spans, "used": used,
             "has_date": _chat_template(tokenizer)["has_date"]}
 
@@ -1818,44 +1818,51 @@ def _system_messages(row):
 ROUTINE_KEYS = {"role", "content", "weight", "id", "tool_call_id", "timestamp"}
 
 
-def _clean_messages(messages, source, where):
+def _clean_messages(messages, source):
     """(messages as a chat template expects them, indices of those with labels).
 
-    source: of the chat template. Empty values are dropped, parts of text are joined, and JSON in
-    tool calls is parsed.
-    Raises ValueError for a message that is not an object, has a role out of order, content that is
-    not text, a weight other than 0 and 1, or a key that the template does not name.
+    source: of the chat template.
+    Raises ValueError for a message that has a role out of order, or is refused by `_clean_message`.
     """
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: has no list of messages: {str(messages)[:80]}")
+        raise ValueError(f"has no list of messages: {str(messages)[:80]}")
     roles = ["system", "developer", "user"]  # of the first message
     cleaned = []
-    labelled = set()
+    labelled = []
     for i, message in enumerate(messages):
-        at = f"{where}: message {i + 1}"
-        if not isinstance(message, dict) or message.get("role") not in roles:
-            raise ValueError(f"{at} must have a role of {', '.join(roles)}: {str(message)[:80]}")
+        with as_value_error(f"message {i + 1}", ValueError):
+            if not isinstance(message, dict) or message.get("role") not in roles:
+                raise ValueError(f"must have a role of {', '.join(roles)}: {str(message)[:80]}")
+            message, weight = _clean_message(message, source)
         roles = ["system", "developer", "user", "assistant", "tool"]
-        content = message.get("content")
-        message = {name: x for name, x in message.items() if not _is_empty(x)}
-        for name in message.keys() - ROUTINE_KEYS:
-            if not _names(source, name):
-                raise ValueError(f"{at}: {name} is not known to the chat template; remove it (a "
-                                 "message without labels has the weight 0)")
-
-        is_answer = message["role"] == "assistant"
-        weight = message.pop("weight", int(is_answer))
-        if weight not in (0, 1) or weight > is_answer:
-            raise ValueError(f"{at}: weight is {weight!r}; must be 0, or 1 for a message of the "
-                             "assistant")
-        if weight:
-            labelled.add(i)
-        if "tool_calls" in message:
-            message["tool_calls"] = _functions(message["tool_calls"], f"{at}: tool_calls")
-        if content is not None or not (is_answer and "tool_calls" in message):
-            message["content"] = _content_text(content, at)
         cleaned.append(message)
+        if weight:
+            labelled.append(i)
     return cleaned, labelled
+
+
+def _clean_message(message, source):
+    """(the message, its weight). Empty values are dropped, parts of text are joined, and JSON in
+    tool calls is parsed.
+
+    Raises ValueError for content that is not text, a weight other than 0 and 1, or a key that the
+    template does not name.
+    """
+    content = message.get("content")
+    message = {name: x for name, x in message.items() if not _is_empty(x)}
+    for name in message.keys() - ROUTINE_KEYS:
+        if not _names(source, name):
+            raise ValueError(f"{name} is not known to the chat template; remove it (a message "
+                             "without labels has the weight 0)")
+    is_answer = message["role"] == "assistant"
+    weight = message.pop("weight", int(is_answer))
+    if weight not in (0, 1) or weight > is_answer:
+        raise ValueError(f"weight is {weight!r}; must be 0, or 1 for a message of the assistant")
+    if "tool_calls" in message:
+        message["tool_calls"] = _functions(message["tool_calls"])
+    if content is not None or not (is_answer and "tool_calls" in message):
+        message["content"] = _content_text(content)
+    return message, weight
 
 
 def _names(source, name):
@@ -1863,29 +1870,27 @@ def _names(source, name):
     return bool(re.search(rf"\b{re.escape(name)}\b", source))
 
 
-def _content_text(content, at):
+def _content_text(content):
     """The content of a message as a text."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
     if not all(isinstance(part, dict) and part.get("type") == "text"
                and isinstance(part.get("text"), str) for part in parts):
-        raise ValueError(f"{at}: content is {str(content)[:80]!r} ({type(content).__name__}); must "
-                         "be a text or a list of parts of type text")
+        raise ValueError(f"content is {str(content)[:80]!r} ({type(content).__name__}); must be a "
+                         "text or a list of parts of type text")
     return "".join(part["text"] for part in parts)
 
 
-def _functions(holders, where):
+def _functions(holders):
     """Tools, or calls of tools, with the JSON texts in them parsed."""
     parsed = []
-    with as_value_error(f"{where} is {str(holders)[:80]!r}", TypeError, AttributeError):
-        for holder in _parsed(holders, where):
-            holder = _parsed(holder, where)
+    with as_value_error("tools", ValueError, TypeError, AttributeError):
+        for holder in map(_parsed, _parsed(holders)):
             function = holder.get("function", holder)
             for name in ("arguments", "parameters"):
                 if isinstance(function.get(name), str):
-                    value = _parse_json(function[name] or "{}", f"{where}: {name}")
-                    function = function | {name: value}
+                    function = function | {name: _parsed(function[name] or "{}")}
             parsed.append(holder | {"function": function} if "function" in holder else function)
     return parsed
 
@@ -1895,25 +1900,25 @@ def _chat_template(tokenizer):
     return tokenizer["chat"]() if tokenizer["chat"] else None
 
 
-def render_chat(messages, tools, tokenizer, where, n_prompt=0):
+def render_chat(messages, tools, tokenizer, n_prompt=0):
     """Render a conversation in the tokenizer's chat template: (text, spans).
 
     spans: [first, last) of the characters of the text that are labels: the messages of the
     assistant after the first n_prompt messages, each with the mark that ends it. The template marks
     them by {% generation %}; otherwise `_answer_span` finds each. tools: None, a list, or its JSON.
-    Raises ValueError naming `where`, also when it cannot find a message in the text.
+    Raises ValueError for a message that is not in the text, or that it cannot find there.
     """
-    messages, labelled, render, render_marked = _open_chat(messages, tools, tokenizer, where)
+    messages, labelled, render, render_marked = _open_chat(messages, tools, tokenizer)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     labelled = [i for i in labelled if i >= n_prompt]
     if render_marked:
         text, spans = render_marked(messages)
-        _check_rendered(render, messages, text, where)
+        _check_rendered(render, messages, text)
         if labelled == answers:
             return text, spans
     else:
         text = render(messages)
-        _check_rendered(render, messages, text, where)
+        _check_rendered(render, messages, text)
         spans = [_answer_span(render, messages, text, i, tokenizer) for i in answers]
     # Each answer has a span, after that of the answer before.
     end = 0
@@ -1921,44 +1926,43 @@ def render_chat(messages, tools, tokenizer, where, n_prompt=0):
         is_lost = first >= last and messages[i].get("content", "").strip()
         if first < end or is_lost or len(spans) != len(answers):
             raise ValueError(
-                f"{where}: message {i + 1}: cannot determine which characters of the rendered chat "
-                "it became; use a template that marks each answer by {% generation %}")
+                f"message {i + 1}: cannot determine which characters of the rendered chat it "
+                "became; use a template that marks each answer by {% generation %}")
         end = last
     return text, [span for i, span in zip(answers, spans) if i in labelled]
 
 
-def _open_chat(messages, tools, tokenizer, where):
+def _open_chat(messages, tools, tokenizer):
     """The messages as the tokenizer's chat template expects them, the indices of those with labels,
     and two functions that render messages: to a text, and to a text and the spans of its answers.
     The second one is None for a template that does not mark answers.
     """
     template = _chat_template(tokenizer)
     if not template:
-        raise ValueError(f"{where}: messages need a chat template; set --tokenizer to a folder "
-                         "that transformers saved with one")
-    tools = None if _is_empty(tools) else _functions(tools, f"{where}: tools")
+        raise ValueError("messages need a chat template; set --tokenizer to a folder that "
+                         "transformers saved with one")
+    tools = None if _is_empty(tools) else _functions(tools)
     source = template["source"](tools)
     if tools and not _names(source, "tools"):
-        raise ValueError(f"{where}: tools are not known to the chat template; remove them")
-    messages, labelled = _clean_messages(messages, source, where)
-    refusal = f"{where}: the chat template refuses it"
+        raise ValueError("tools are not known to the chat template; remove them")
+    messages, labelled = _clean_messages(messages, source)
 
     def render(messages, add_generation_prompt=False):
-        with as_value_error(refusal, Exception):
+        with as_value_error("the chat template refuses it", Exception):
             return template["render"](messages, tools, add_generation_prompt)
 
     def render_marked(messages):
-        with as_value_error(refusal, Exception):
+        with as_value_error("the chat template refuses it", Exception):
             return template["render_marked"](messages, tools)
 
     is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", source)
     return messages, labelled, render, render_marked if is_marked else None
 
 
-def _check_rendered(render, messages, text, where):
+def _check_rendered(render, messages, text):
     """Raise ValueError for a message whose content or name has no effect on the rendered text."""
     if not text:
-        raise ValueError(f"{where}: the chat template renders it to nothing; remove the row")
+        raise ValueError("the chat template renders it to nothing; remove the row")
     for i, message in enumerate(messages):
         for name in ("content", "name"):
             value = str(message.get(name, "")).strip()
@@ -1966,8 +1970,8 @@ def _check_rendered(render, messages, text, where):
                 continue
             longer = message | {name: f"{value} and more"}
             if render([*messages[:i], longer, *messages[i + 1 :]]) == text:
-                raise ValueError(f"{where}: message {i + 1}: the chat template does not render its "
-                                 f"{name}; remove it")
+                raise ValueError(f"message {i + 1}: the chat template does not render its {name}; "
+                                 "remove it")
 
 
 def _answer_span(render, messages, text, i, tokenizer):
@@ -2048,14 +2052,17 @@ def _named_columns(row, columns, where):
         if column in row:
             named[name] = row[column]
         elif name not in OPTIONAL_COLUMNS:  # not every row has them
-            raise ValueError(f"{where}: has no column {column!r}, which --columns {entry} names; "
-                             f"it has {', '.join(map(str, row)) or 'no fields'}")
+            raise ValueError(f"{where}: has no column {column!r}, but "
+                             f"{', '.join(map(str, row)) or 'no fields'}")
     return named
 
 
-def _parsed(value, where):
+def _parsed(value):
     """A value that may be written as JSON text, parsed."""
-    return _parse_json(value, where) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    with as_value_error(f"{value[:60]!r} is not JSON", ValueError, RecursionError):
+        return json.loads(value)
 
 
 def _join_prompt(prompt, completion):
@@ -2064,8 +2071,8 @@ def _join_prompt(prompt, completion):
     return np.concatenate([prompt, completion]), ignored
 
 
-def _ignore_outside(encoded, example, tokenizer):
-    """(ids, ignored) of a chat: only tokens in the spans of the example are labels.
+def _ignore_outside(encoded, record, tokenizer):
+    """(ids, ignored) of a chat: only tokens in the spans of the record are labels.
 
     encoded: (ids, first character of each, the one after its last).
     """
@@ -2074,11 +2081,11 @@ def _ignore_outside(encoded, example, tokenizer):
     # is where its own text is, and it is a label where it ends.
     is_special = np.isin(ids, [*tokenizer["special_tokens"].values()])
     for k in np.flatnonzero(is_special).tolist():
-        piece = example["text"][starts[k] : ends[k]]
+        piece = record["text"][starts[k] : ends[k]]
         starts[k] += len(piece) - len(piece.lstrip())
         ends[k] = starts[k] + len(piece.strip())
     ignored = np.ones(len(ids), np.uint8)
-    for first, last in example["spans"]:
+    for first, last in record["spans"]:
         ignored[(ends > first) & (starts < last) & ~(is_special & (ends > last))] = 0
     return ids, ignored
 
@@ -2174,7 +2181,8 @@ def sample_prompts(cfg, tokenizer, source=None):
         texts = read_prompts(cfg.prompts, tokenizer)
     elif cfg.chat:
         question = [{"role": "user", "content": cfg.chat}]
-        texts = [chat_prompt(question, None, tokenizer, f"chat {cfg.chat!r:.60}")]
+        with as_value_error(f"chat {cfg.chat!r:.60}", ValueError):
+            texts = [chat_prompt(question, None, tokenizer)]
     else:
         texts = [cfg.prompt]
     prompts = [{"text": text, "ids": prompt_ids(text, tokenizer)} for text in texts]
@@ -2224,8 +2232,11 @@ def read_prompts(path, tokenizer):
     template up to the next answer.
     """
     file, = expand([path], field="prompts")
+    texts = []
     if _file_kind(file).endswith(JSON_FILES):
-        texts = [_prompt_of_row(row, where, tokenizer) for where, row in _json_rows(file)]
+        for where, row in _json_rows(file):
+            with as_value_error(where, ValueError):
+                texts.append(_prompt_of_row(row, tokenizer))
     else:
         with _open_utf8(file) as lines:
             texts = [line.rstrip("\r\n") for line in lines if line.strip()]
@@ -2234,34 +2245,32 @@ def read_prompts(path, tokenizer):
     return texts
 
 
-def _prompt_of_row(row, where, tokenizer):
+def _prompt_of_row(row, tokenizer):
     """The text of a row of a file of prompts."""
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-        raise ValueError(f"{where}: must be an object with either a text 'prompt' or a list "
-                         f"'messages': {str(row)[:80]}")
+        raise ValueError("must be an object with either a text 'prompt' or a list 'messages': "
+                         f"{str(row)[:80]}")
     prompt = messages_in(row.get("prompt") or row.get("messages"))
     if isinstance(prompt, str) and prompt:
-        _check_columns(row, (), where)
+        _check_columns(row, ())
         return prompt
-    _check_columns(row, ("system", "tools"), where)
+    _check_columns(row, ("system", "tools"))
     if isinstance(prompt, list):
         prompt = [*_system_messages(row), *prompt]
-    return chat_prompt(prompt, row.get("tools"), tokenizer, where)
+    return chat_prompt(prompt, row.get("tools"), tokenizer)
 
 
-def chat_prompt(messages, tools, tokenizer, where):
+def chat_prompt(messages, tools, tokenizer):
     """Render a conversation up to the next answer, which a sample continues. tools: as in
     render_chat.
-
-    Raises ValueError naming `where`.
     """
-    messages, _, render, _ = _open_chat(messages, tools, tokenizer, where)
+    messages, _, render, _ = _open_chat(messages, tools, tokenizer)
     if messages[-1]["role"] == "assistant":
-        raise ValueError(f"{where}: the last message is the assistant's; must be one that a sample "
-                         "can answer")
+        raise ValueError("the last message is the assistant's; must be one that a sample can "
+                         "answer")
     render = partial(render, add_generation_prompt=True)
     text = render(messages)
-    _check_rendered(render, messages, text, where)
+    _check_rendered(render, messages, text)
     return text
 
 
@@ -2351,17 +2360,15 @@ def _json_rows(path):
             for i, line in chain([(number, first)], lines):
                 where = f"{path} line {i}"
                 yield where, _parse_json(line, where)
-            return
-        value = _parse_json("\n" * (number - 1) + first + file.read(), path)
-        for i, row in enumerate(value if isinstance(value, list) else [value], 1):
-            yield f"{path} row {i}", row
+        else:
+            value = _parse_json("\n" * (number - 1) + first + file.read(), path)
+            for i, row in enumerate(value if isinstance(value, list) else [value], 1):
+                yield f"{path} row {i}", row
 
 
 def _parse_json(text, where):
-    try:
+    with as_value_error(f"{where}: corrupted, or not JSON", ValueError, RecursionError):
         return json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{where}: corrupted, or not JSON: {e}") from None
 
 
 def _csv_rows(path, columns=()):
@@ -2379,9 +2386,8 @@ def _csv_rows(path, columns=()):
                 # In a .tsv, quotes may be plain text: they must not join rows of one line each.
                 if None in row or None in values or (is_tsv and "\n" in "".join(values)):
                     raise ValueError(f"{path} line {reader.line_num}: does not have the columns of "
-                                     "the first line; put quotes around a text with a line end or "
-                                     "a comma, and write a quote in it twice; in a .tsv, a text "
-                                     "has no line end")
+                                     "the first line; put quotes around a text with a comma or a "
+                                     "line end (not in a .tsv), and write a quote in it twice")
                 yield f"{path} line {reader.line_num}", row
         except csv.Error as e:  # not a ValueError
             raise ValueError(f"{path} after line {reader.line_num}: not separated: {e}") from None

@@ -99,7 +99,7 @@ def test_a_conversation_in_the_terminal(tiny, tmp_path):
              {"role": "user", "content": "low"}]
     last = {"role": "assistant", "content": shown[1]}, {"role": "user", "content": "sing"}
     tokenizer = data.make_cfg_tokenizer(cfg)
-    conversation = data.chat_prompt([*turns, *last], None, tokenizer, "test")
+    conversation = data.chat_prompt([*turns, *last], None, tokenizer)
     assert int(warning[1]) == len(data.prompt_ids(conversation, tokenizer))
     (tmp_path / "turns.jsonl").write_text(json.dumps({"messages": turns}))
     summary = train.main(dataclasses.replace(

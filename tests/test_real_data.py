@@ -334,7 +334,7 @@ FILES = {
     "UTF-16": ("a.txt", "one two".encode("utf-16"), (), "not UTF-8"),
     "a null text": ("a.jsonl", '{"text": null}\n', (), "it has text (NoneType)"),
     "a missing column": ("a.jsonl", LINES, ("text=body",),
-                         "has no column 'body', which --columns text=body names; it has text"),
+                         "has no column 'body', but text"),
     "an unused column": ("a.jsonl", '{"text": "a", "body": "one two"}', ("text=body",), BOTH[:1]),
     "two forms": ("a.jsonl", '{"text": "a", "messages": [{"role": "user", "content": "b"}]}\n', (),
                   "has text and also messages: name the columns to use, as in --columns text="),
@@ -510,9 +510,9 @@ CHAT_ROWS = {
     "null": ({"messages": [USER, said("assistant", None)]}, "message 2: content is 'None'"),
     "a number": ({"messages": [USER, said("assistant", 5)]}, "message 2: content is '5' (int)"),
     "no messages": ({"messages": []}, "has no list of messages"),
-    "a text instead of a list": ({"messages": '"hi"'}, "message 1 must have a role of"),
+    "a text instead of a list": ({"messages": '"hi"'}, "message 1: must have a role of"),
     "an answer first": ({"messages": [said("assistant", "a")]},
-                        "message 1 must have a role of system, developer, user: "),
+                        "message 1: must have a role of system, developer, user: "),
     "weight 0": ({"messages": [USER, said("assistant", "a", weight=0), USER,
                                said("assistant", "b", weight=1)]}, "b<|im_end|>"),
     "weight 0 of a question": ({"messages": [USER | {"weight": 0}, said("assistant", "a")]},
@@ -536,7 +536,7 @@ CHAT_ROWS = {
     "prompt and completion": ({"prompt": [USER, said("assistant", "b"), USER],
                                "completion": [said("assistant", "a")]}, "a<|im_end|>"),
     "a prompt of text, messages after it": ({"prompt": "a", "completion": [said("user", "b")]},
-                                            "message 1 must have a role of"),
+                                            "message 1: must have a role of"),
     "ShareGPT in a prompt": ({
         "prompt": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "old"},
                    {"from": "human", "value": "q"}],
@@ -545,9 +545,9 @@ CHAT_ROWS = {
         "prompt": json.dumps([USER]), "completion": json.dumps([said("assistant", "a")])},
         "a<|im_end|>"),
     "a role that is a list": ({"conversations": [{"from": ["x"], "value": "a"}]},
-                              "message 1 must have a role of"),
+                              "message 1: must have a role of"),
     "tool_calls that are no list": (
-        {"messages": [USER, said("assistant", "", tool_calls={"a": 1})]}, "message 2: tool_calls"),
+        {"messages": [USER, said("assistant", "", tool_calls={"a": 1})]}, "message 2: tools: "),
     "Alpaca without an input": ({"instruction": "low", "input": math.nan, "output": "a"},
                                 "a<|im_end|>"),
     "the markers themselves": ({"messages": [
@@ -557,7 +557,7 @@ CHAT_ROWS = {
     "arguments as JSON": ({"messages": [USER, said("assistant", None, tool_calls=[
         {"function": {"name": "f", "arguments": '{"a": "x"}'}}])]}, 'f{"a": "x"}<|im_end|>'),
     "arguments that are no JSON": ({"messages": [USER, said("assistant", None, tool_calls=[
-        {"function": {"name": "f", "arguments": "{x"}}])]}, "message 2: tool_calls: arguments"),
+        {"function": {"name": "f", "arguments": "{x"}}])]}, "message 2: tools: '{x' is not JSON"),
     "calls and a tool as JSON": ({"tools": [json.dumps({"name": "f", "parameters": "{}"})],
         "messages": [USER, said("assistant", None, tool_calls=json.dumps(
             [{"name": "f", "arguments": ""}]))]}, "f{}<|im_end|>"),
@@ -574,7 +574,7 @@ CHAT_ROWS = {
     "a system that is a number": ({"messages": [USER, said("assistant", "a")], "system": 7},
                                   "message 1: content is '7'"),
     "system beside a text": ({"system": "be", "text": "a"},
-                             "line 2: read as text: no token would hold the column system;"),
+                             "line 2: no token would hold the column system;"),
     "tools that are no list": ({"messages": [USER, said("assistant", "a")], "tools": {"a": 1}},
                                "line 2: tools: "),
 }
@@ -770,7 +770,7 @@ def test_ids_of_a_larger_vocabulary(tmp_path):
         tokenizer = data.make_cfg_tokenizer(config.Config(vocab_size=vocab_size))
         shard, _ = tokenized(path, tokenizer, tmp_path)
         assert shard["tokens"].tolist() == [5, 299]
-    with pytest.raises(ValueError, match=r"line 1: token id 299 is not in \[0, 299\)"):
+    with pytest.raises(ValueError, match=r"line 1: input_ids: token id 299 is not in \[0, 299\)"):
         data.read_record({"input_ids": [5, 299]}, "line 1",
                           data.make_cfg_tokenizer(config.Config(vocab_size=299)))
 

@@ -81,7 +81,7 @@ def converse(speaker):
         if has_template:
             messages.append({"role": "user", "content": line})
             try:
-                text = data.chat_prompt(messages, None, tokenizer, "chat")
+                text = data.chat_prompt(messages, None, tokenizer)
             except ValueError as e:
                 print(e)
                 messages.pop()
