@@ -585,7 +585,7 @@ def test_rows_of_chats(case, tmp_path):
     """Labels are what the author of the row meant, or an error names the file, line and message;
     with and without marks of the answers in the template.
 
-    Break: data.py: labelled.add(i) => pass
+    Break: data.py: labelled.append(i) => pass
     """
     pytest.importorskip("transformers")
     body = CALLING_TEMPLATE[CALLING_TEMPLATE.index("{{ m.content or") :
