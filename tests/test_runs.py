@@ -252,8 +252,8 @@ def test_a_branch_continues_the_run_that_it_leaves(tiny, capsys):
     its own, and resumes there though the other run is gone. With another rate and batch size it is
     another run.
 
-    Break: train.py: "root": root, "step": step, "meta": meta, "run": folder, =>
-    "root": root, "step": None, "meta": meta, "run": folder,
+    Break: train.py: "root": root, "step": step, "meta": meta, "is_branch": True, =>
+    "root": root, "step": None, "meta": meta, "is_branch": True,
     """
     run = tiny(max_to_keep=0, log_every=3, steps=9, dp=8)
     counts, counts_of_branch = {}, {}
@@ -293,7 +293,7 @@ def test_a_branch_that_cannot_be(tiny):
     """A step that is gone lists those that exist. Only parameters, and a step that is not before
     the last one, are errors.
 
-    Break: train.py: if step >= cfg.steps: => if False:
+    Break: train.py: folder, step = config.parse_branch(cfg.branch_from) => folder, step = "a", 1
     """
     run = tiny(steps=4, weights_every=3, eval_every=0)
     train.main(run)
