@@ -1221,7 +1221,7 @@ def bytes_per_token(dataset):
 
 def _first_sequences(dataset):
     """The batch of the first sequences, about 2^20 tokens: for summaries."""
-    n = min(dataset["n"], 1 + 2**20 // dataset["seq_format"]["seq_len"])
+    n = min(dataset["cum_counts"][-1], 1 + 2**20 // dataset["seq_format"]["seq_len"])
     return read_sequences(dataset, np.arange(n))
 
 
