@@ -9,7 +9,6 @@ import importlib
 import io
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -408,56 +407,37 @@ def test_ids_beyond_the_vocabulary(tmp_path):
 
     Break: data.py: rows.max() < vocab_size): => rows.max() <= vocab_size):
     """
-    good, bad = (write(tmp_path / f"{n}.bin", np.full(50, n, np.uint16)) for n in (99, 100))
-    data.open_dataset([good], BYTES, {"vocab_size": 100})
-    words = r"100.bin: token id 100 is not in \[0, 100\), the vocabulary of the model"
-    with pytest.raises(ValueError, match=words):
-        data.open_dataset([good, bad], BYTES, {"vocab_size": 100})
-    # At the largest id of the type, and far from the start.
-    for ids, size in ((np.full(50, 255, np.uint8), 255), (np.arange(5000), 4999)):
-        np.save(tmp_path / "far.npy", ids)
-        with pytest.raises(ValueError, match=f"far.npy: token id {size} is not"):
-            data.open_dataset([tmp_path / "far.npy"], BYTES, {"vocab_size": size})
-        data.open_dataset([tmp_path / "far.npy"], BYTES, {"vocab_size": size + 1})
-    np.save(tmp_path / "minus.npy", np.arange(-1, 50))
-    with pytest.raises(ValueError, match=r"minus.npy: token id -1 is not"):
-        data.open_dataset([tmp_path / "minus.npy"], BYTES, {"vocab_size": 100})
-    seq_format = {"vocab_size": 100, "document_mask": True}
-    with pytest.raises(ValueError, match=r"99.bin: with document_mask.* eod_id 100 is not an id"):
-        data.open_dataset([good], BYTES, seq_format, eod_id=100)
+    np.save(tmp_path / "good.npy", np.full(50, 3))
+    for ids, size, bad in ((np.full(50, 255, np.uint8), 255, 255), (np.arange(5000), 4999, 4999),
+                           (np.arange(-1, 50), 0, -1)):
+        np.save(tmp_path / "bad.npy", ids)
+        words = rf"bad.npy: token id {bad} is not in \[0, {size or 100}\), the vocabulary of"
+        with pytest.raises(ValueError, match=words):
+            data.open_dataset([tmp_path / "*.npy"], BYTES, {"vocab_size": size or 100})
+        if size:
+            data.open_dataset([tmp_path / "*.npy"], BYTES, {"vocab_size": size + 1})
 
 
-@pytest.mark.parametrize("at", [data.batch_at, data.eval_batch_at])
-def test_ids_beyond_the_vocabulary_in_a_batch(at):
+def test_ids_beyond_the_vocabulary_in_a_batch(tmp_path, monkeypatch):
     """A batch with an id outside the vocabulary is refused with the file of its row, whichever row
-    it is, also if the id does not fit into 32 bits.
+    it is, also if the id does not fit into 32 bits, and in packed rows.
 
     Break: data.py: T + 1), np.int64) => T + 1), np.int32)
     """
     seq_format = dict(seq_len=8, vocab_size=270)
-    at(count_up((90, 90, 90), **seq_format), 0, 36)
     for number in range(3):
         dataset = count_up((90, 90, 90), **seq_format)
         dataset["shards"][number]["tokens"][40] = 999
         with pytest.raises(ValueError, match=f"shard {number}: token id 999"):
-            at(dataset, 0, 36)
+            data.batch_at(dataset, 0, 36)
     wide = data.make_dataset([shard(np.full(90, 2**32 + 5), "wide")], seq_format)
     with pytest.raises(ValueError, match="wide: token id 4294967301"):
-        at(wide, 0, 36)
-
-
-@pytest.mark.parametrize("packing", ["best_fit", "none"])
-def test_ids_beyond_the_vocabulary_in_whole_documents(packing, tmp_path, monkeypatch):
-    """Packed rows are checked too, beyond the tokens that are checked before training.
-
-    Break: data.py: check_ids(np.maximum(batch["tokens"], batch["labels"]), =>
-    check_ids(np.maximum(0, 0),
-    """
-    monkeypatch.setattr(data, "N_SCANNED", 8)
+        data.batch_at(wide, 0, 36)
+    monkeypatch.setattr(data, "N_SCANNED", 8)  # of the first tokens
     path = write(tmp_path / "a.txt", "all is well, but é".encode())
-    dataset = tokenized(path, folder=tmp_path, packing=packing, seq_len=99, vocab_size=128)
+    packed = tokenized(path, folder=tmp_path, packing="best_fit", seq_len=99, vocab_size=128)
     with pytest.raises(ValueError, match="a.txt: token id 195 is not"):
-        data.batch_at(dataset, 0, 1)
+        data.batch_at(packed, 0, 1)
 
 
 def test_standard_library(tmp_path):
@@ -465,17 +445,16 @@ def test_standard_library(tmp_path):
 
     Break: data.py: "site-packages", "dist-packages", "test", => "site-packages", "dist-packages",
     """
-    dataset = data.open_dataset((), BYTES, {"seq_len": 1024}, folder=tmp_path)
+    shard, = data.open_dataset((), BYTES, {"seq_len": 1024}, folder=tmp_path)["shards"]
     paths = data._standard_library()
-    assert paths == sorted(set(paths)) == data._standard_library()
+    assert paths == sorted(set(paths))
     texts = [text for p in paths if (text := p.read_bytes())]
-    assert bytes(dataset["shards"][0]["tokens"]) == b"\0" + b"".join(t + b"\0" for t in texts)
+    assert bytes(shard["tokens"]) == b"\0" + b"".join(t + b"\0" for t in texts)
     counts = {"documents": len(texts), "empty skipped": len(paths) - len(texts)}
-    assert dataset["shards"][0]["counts"] == counts
+    assert shard["counts"] == counts
     parts = {part for p in paths for part in p.parts}
     assert {"site-packages", "test", "tests", "idle_test"}.isdisjoint(parts)
-    assert "dataclasses.py" in parts
-    assert "json/decoder.py" in {"/".join(p.parts[-2:]) for p in paths}
+    assert {"dataclasses.py", "decoder.py"} <= parts
 
 
 # ---- tokenizers
@@ -486,11 +465,10 @@ def test_bytes_tokenizer():
 
     Break: data.py: text.encode(), np.uint8) => text.encode("utf-16"), np.uint8)
     """
-    for text in ("", "plain", "één 三 \0\n"):
-        assert BYTES["decode"](BYTES["encode"](text)) == text
-        assert BYTES["encode"](text).tolist() == list(text.encode())
+    text = "één 三 \0\n"
+    assert BYTES["encode"](text).tolist() == list(text.encode())
+    assert BYTES["decode"](BYTES["encode"](text)) == text
     assert BYTES["decode"]([104, 105, 256, 300, 195, 169]) == "hi<256><300>é"
-    assert BYTES["decode"]([255]) == "\ufffd"
     assert (BYTES["vocab_size"], BYTES["eos"]) == (256, 0)
 
 
@@ -812,26 +790,21 @@ except ValueError as e:
 
 def rows_as(kind, path, rows):
     """Write rows (dicts) as a file or folder of this kind; its path."""
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    file = path / f"a.{kind}"
     if kind == "jsonl":
-        (path / "a.jsonl").write_text(lines)
-        return path / "a.jsonl"
+        return write(file, lines)
+    if kind == "json":
+        return write(file, json.dumps(rows, indent=2).encode())
     if kind == "jsonl.gz":
-        with gzip.open(path / "a.jsonl.gz", "wt") as file:
-            file.write(lines)
-        return path / "a.jsonl.gz"
+        return write(file, gzip.compress(lines))
     if kind == "jsonl.zst":
-        pytest.importorskip("pyarrow")
-        with pytest.importorskip("zstandard").open(path / "a.jsonl.zst", "wt") as file:
-            file.write(lines)
-        return path / "a.jsonl.zst"
+        return write(file, pytest.importorskip("zstandard").compress(lines))
+    arrow = pytest.importorskip("pyarrow")
     if kind == "parquet":
-        parquet = pytest.importorskip("pyarrow.parquet")
-        table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
-        parquet.write_table(table, path / "a.parquet")
-        return path / "a.parquet"
-    arrow = pytest.importorskip("pyarrow")  # as datasets.save_to_disk does, in two files
-    (path / "folder").mkdir()
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), file)
+        return file
+    (path / "folder").mkdir()  # as datasets.save_to_disk does, in two files
     names = [{"filename": f"data-0000{i}-of-00002.arrow"} for i in range(2)]
     for name, part in zip(names, (rows[:1], rows[1:])):
         table = arrow.Table.from_pylist(part)
@@ -841,7 +814,7 @@ def rows_as(kind, path, rows):
     return path / "folder"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "folder"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "json", "parquet", "folder"])
 def test_rows_of_every_format(kind, tmp_path):
     """Rows with a text, or with a prompt and a completion, read the same from every format. Labels
     are the completions only.
@@ -852,34 +825,18 @@ def test_rows_of_every_format(kind, tmp_path):
     shard = tokenized(rows_as(kind, tmp_path, rows), folder=tmp_path / "p")["shards"][0]
     assert bytes(shard["tokens"]) == b"\0one text\0zwei\nlines\0"
     assert shard["documents"].tolist() == [[0, 10], [9, 21]]
-    counts = {"documents": 2, "empty skipped": 1}
-    assert shard["counts"] == counts
+    assert shard["counts"] == {"documents": 2, "empty skipped": 1}
     (other := tmp_path / "pairs").mkdir()
     pairs = [{"prompt": "2 + 2 = ", "completion": "4"}, {"prompt": "3 + 3 = ", "completion": "6"}]
     path = rows_as(kind, other, pairs)
     dataset = tokenized(path, folder=tmp_path / "p", seq_len=9, packing="none")
-    for row in range(2):
-        batch = data.eval_batch_at(dataset, row, 1)
-        assert bytes(batch["tokens"][0].tolist()) in (b"\x002 + 2 = ", b"\x003 + 3 = ")
-        assert batch["labels"][0, :-1].tolist() == [data.IGNORE] * 8
-        assert batch["labels"][0, -1] in b"46"
-    dataset = tokenized(path, folder=tmp_path / "p", seq_len=20)
-    batch = data.eval_batch_at(dataset, 0, 1)
+    batch = data.eval_batch_at(dataset, 0, 2)
+    assert {*map(bytes, batch["tokens"].tolist())} == {b"\x002 + 2 = ", b"\x003 + 3 = "}
+    assert (batch["labels"][:, :-1] == data.IGNORE).all()
+    assert sorted(batch["labels"][:, -1]) == [*b"46"]
+    batch = data.eval_batch_at(tokenized(path, folder=tmp_path / "p", seq_len=20), 0, 1)
     labels = batch["labels"][batch["labels"] != data.IGNORE]
     assert bytes(labels.tolist()) == b"4\x006\0"
-
-
-@pytest.mark.parametrize("indent", [None, 2])
-def test_rows_of_json_files(indent, tmp_path):
-    """A .json file has one row a line, as datasets writes it, or one array of rows.
-
-    Break: data.py: if _is_object(first.strip()): => if True:
-    """
-    rows = [{"text": "one text"}, {"text": "zwei\nlines"}]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    text = "\n" + json.dumps(rows, indent=indent) if indent else lines
-    shard = tokenized(write(tmp_path / "a.json", text.encode()), folder=tmp_path)["shards"][0]
-    assert bytes(shard["tokens"]) == b"\0one text\0zwei\nlines\0"
 
 
 @pytest.mark.parametrize("split", ["ByteLevel", "cl100k", "o200k", "Metaspace"])
@@ -917,27 +874,26 @@ def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
     assert np.concatenate(ours["encode_batch"](pieces)).tolist() == whole
 
 
-@pytest.mark.parametrize("text", [
-    "one line;\r\n" * 999, "\t<row id='1'/>\n" * 999, "one line " * 999, "한국어.\n" * 999])
-def test_a_long_text_has_short_pieces(text):
+def test_a_long_text_has_short_pieces():
     """Lines that end as on Windows, indented lines, a single line and one without blanks: each is
     cut into short pieces.
 
     Break: data.py: or word_end.match(text, n_searched) => or None
     """
-    pieces = [piece for piece, _ in data._text_pieces(io.StringIO(text, newline="\n"), 100)]
-    assert "".join(pieces) == text and max(map(len, pieces)) < 200
+    for line in ("one line;\r\n", "\t<row id='1'/>\n", "one line ", "한국어.\n"):
+        file = io.StringIO(line * 999, newline="\n")
+        pieces = [piece for piece, _ in data._text_pieces(file, 100)]
+        assert "".join(pieces) == line * 999 and max(map(len, pieces)) < 200
 
 
-@pytest.mark.parametrize("name, content", [
-    ("x.jsonl", b'{"text": "a"}\n'), ("x.json", b'[{"text": "a"}]'), ("x.txt", b"a")])
-def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
+def test_a_byte_order_mark_is_no_text(tmp_path):
     """A byte order mark, which some editors on Windows write at the start of a file, is skipped.
 
     Break: data.py: encoding="utf-8-sig" => encoding="utf-8"
     """
-    (tmp_path / name).write_bytes(codecs.BOM_UTF8 + content)
-    assert [row for _, row, _ in data.rows_in(tmp_path / name, 100)] == [{"text": "a"}]
+    for name, content in (("x.jsonl", b'{"text": "a"}\n'), ("x.txt", b"a")):
+        path = write(tmp_path / name, codecs.BOM_UTF8 + content)
+        assert [row for _, row, _ in data.rows_in(path, 100)] == [{"text": "a"}]
 
 
 def test_a_truncated_or_corrupted_zst(tmp_path):
@@ -978,19 +934,21 @@ def test_no_sequence_with_a_label(tmp_path):
 
 
 def test_token_files_that_cannot_be_used(tmp_path):
-    """Token files are refused with document_mask but without eod_id, and with packing. Token files
-    of two dtypes make one dataset.
+    """Token files are refused with document_mask but without an id as eod_id, and with packing.
+    Token files of two dtypes make one dataset.
 
     Break: data.py: if seq_format["document_mask"] and not 0 <= eod_id =>
     if seq_format["document_mask"] and not -1 <= eod_id
     """
-    np.save(tmp_path / "a.npy", np.arange(50, dtype=np.uint16))
-    np.save(tmp_path / "b.npy", np.arange(50, dtype=np.uint32))
-    dataset = data.open_dataset([tmp_path / "a.npy", tmp_path / "b.npy"], BYTES, {"seq_len": 49})
+    for name, dtype in (("a", np.uint16), ("b", np.uint32)):
+        np.save(tmp_path / f"{name}.npy", np.arange(50, dtype=dtype))
+    dataset = data.open_dataset([tmp_path / "*.npy"], BYTES, {"seq_len": 49})
     np.testing.assert_array_equal(data.batch_at(dataset, 0, 2)["labels"], [np.arange(1, 50)] * 2)
-    with pytest.raises(ValueError, match=r"a.npy: with document_mask.* set --eod_id"):
-        data.open_dataset([tmp_path / "a.npy"], BYTES, {"document_mask": True})
-    data.open_dataset([tmp_path / "a.npy"], BYTES, {"document_mask": True}, eod_id=0)
+    mask = {"document_mask": True, "vocab_size": 100}
+    for eod_id in (-1, 100):
+        with pytest.raises(ValueError, match=r"a.npy: with document_mask.* set --eod_id"):
+            data.open_dataset([tmp_path / "a.npy"], BYTES, mask, eod_id=eod_id)
+    data.open_dataset([tmp_path / "a.npy"], BYTES, mask, eod_id=0)
     with pytest.raises(ValueError, match=r"a.npy: packing best_fit needs documents"):
         data.open_dataset([tmp_path / "a.npy"], BYTES, {"packing": "best_fit"})
 
@@ -1019,26 +977,22 @@ for _ in range(2):
     assert "[Errno 2] No such file" in run.stdout
 
 
-@pytest.mark.parametrize("kind", ["lower case", "no decoder"])
-def test_bytes_are_those_of_the_text(kind, tmp_path):
+def test_bytes_are_those_of_the_text(tmp_path):
     """Bytes per token count the text itself, also where ids are not decoded to it.
 
     Break: data.py: len(text.encode()) => len(text)
     """
     tokenizers = pytest.importorskip("tokenizers")
     tok = small_bpe(tmp_path / "t.json", "<|endoftext|>")
-    if kind == "lower case":
-        tok.normalizer = tokenizers.normalizers.Sequence(
-            [tokenizers.normalizers.NFD(), tokenizers.normalizers.StripAccents()])
-    else:
-        tok.decoder = None
+    tok.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.NFD(), tokenizers.normalizers.StripAccents()])
     tok.save(str(tmp_path / "t.json"))
-    path = tmp_path / "a.txt"
-    path.write_text("größer als früher")
+    text = "größer als früher"
+    path = write(tmp_path / "a.txt", text.encode())
     dataset = tokenized(path, tokenizer=data.make_tokenizer(str(tmp_path / "t.json")),
                         folder=tmp_path / "p")
-    n_bytes = len("größer als früher".encode()) + 2
-    assert data.bytes_per_token(dataset) == n_bytes / len(dataset["shards"][0]["tokens"])
+    n_tokens = len(dataset["shards"][0]["tokens"])
+    assert data.bytes_per_token(dataset) == (len(text.encode()) + 2) / n_tokens
 
 
 def test_bytes_per_token_of_a_split(tmp_path):
@@ -1210,109 +1164,23 @@ def test_begin_and_end_ids(tmp_path):
     assert sorted(counted) == sorted(id for ids in framed for id in ids[1:])
 
 
-# ---- chats
+# ---- chats; test_real_data.py has families of templates
 
-# Beside the families in test_real_data.py. `generation` marks the labels for transformers.
-ENDS = {"chatml": ("<|im_end|>", None), "mistral": ("</s>", "<s>"),
-        "ends as a whole": ("<|endoftext|>", None)}
-TEMPLATES = {
-    "chatml": """{%- if tools %}{{ '<|im_start|>system\nTools:' }}{% for t in tools %}\
-{{ ' ' + t.name }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% for m in messages %}\
-{{ '<|im_start|>' + m.role + '\n' }}\
-{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}\
-{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
-    "mistral": """{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}\
-{% if m.role == 'system' %}{% set ns.system = m.content + '\n\n' %}{% elif m.role == 'user' %}\
-{{ '[INST] ' + ns.system + m.content + ' [/INST]' }}{% set ns.system = '' %}\
-{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS] ' + m.content + ' [/TOOL_RESULTS]' }}{% else %}\
-{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"""}
-TEMPLATES["ends as a whole"] = (
-    TEMPLATES["chatml"] + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
+CHATML = """{% for m in messages %}\
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+CHAT = [{"role": "user", "content": "low"}, {"role": "assistant", "content": "lower"}]
 
 
-def chat_folder(path, family):
-    """Save a tokenizer with a template of this family as transformers does; the tokenizer."""
+def chat_folder(path):
+    """Save a tokenizer with a chat template as transformers does; the tokenizer."""
     transformers = pytest.importorskip("transformers")
-    (end, begin), template = ENDS[family], TEMPLATES[family]
-    marks = ("<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "[INST]", "[/INST]",
-             "<|im_end|>")
-    small_bpe(path.with_suffix(".json"), *dict.fromkeys(filter(None, (
-        end, begin, *marks, "<|endoftext|>"))))
+    file = path.with_suffix(".json")
+    small_bpe(file, "<|im_end|>", "<|im_start|>", "<|endoftext|>")
     library = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(path.with_suffix(".json")), eos_token=end, bos_token=begin,
-        chat_template=template)
+        tokenizer_file=str(file), eos_token="<|im_end|>", chat_template=CHATML)
     library.save_pretrained(path)
     return library
-
-
-def said(*pairs):
-    return [{"role": role, "content": content} for role, content in pairs]
-
-
-CHATS = {
-    "one turn": said(("user", "low"), ("assistant", "lower")),
-    "system and turns": said(("system", "be low"), ("user", "hi"), ("assistant", "lowest"),
-                             ("user", "so?"), ("assistant", "low. ")),
-    "repeated": said(("user", "low"), ("assistant", "low"), ("user", "low"), ("assistant", "low")),
-    "tool": said(("user", "low?"), ("assistant", "call"), ("tool", "low"), ("assistant", "is low")),
-    "like a mark": said(("user", "assistant\nlow"), ("assistant", "user\nlow"), ("user", "a")),
-}
-
-
-@pytest.mark.parametrize("marked", [True, False])
-@pytest.mark.parametrize("family", [*TEMPLATES])
-def test_chat_labels(family, marked, tmp_path):
-    """Labels are the tokens that transformers marks as the assistant's in the template: each
-    message with the id that ends it. Without such marks they are found in the rendered text.
-
-    Break: data.py: ending = ending.rstrip() => pass
-    """
-    library = chat_folder(tmp_path / family, family)
-    if not marked:
-        template = library.chat_template
-        library.chat_template = re.sub("{% (end)?generation %}", "", template)
-        library.save_pretrained(tmp_path / family)
-        library.chat_template = template
-    ours = data.make_tokenizer(str(tmp_path / family))
-    for name, messages in CHATS.items():
-        has_tools = name == "tool" and "tools" in library.chat_template
-        tools = [{"name": "scale"}] if has_tools else None
-        wanted = library.apply_chat_template(
-            messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
-        is_ended = family == "ends as a whole" and messages[-1]["role"] == "assistant"
-        if is_ended and not marked:
-            wanted["assistant_masks"][-2:] = 1, 1  # what the template adds after the last turn
-        path = rows_as("jsonl", tmp_path, [{"messages": messages, "tools": tools}])
-        dataset = tokenized(path, tokenizer=ours, folder=tmp_path / "p", packing="none", seq_len=99)
-        shard, ((first, last),) = dataset["shards"][0], dataset["shards"][0]["documents"]
-        assert shard["tokens"][first:last].tolist() == wanted["input_ids"], name
-        assert (shard["ignored"][first:last] == 0).tolist() == [
-            bool(x) for x in wanted["assistant_masks"]], name
-        batch = data.eval_batch_at(dataset, 0, 1)
-        n_labels = sum(wanted["assistant_masks"])
-        assert (batch["labels"] != data.IGNORE).sum() == n_labels
-        mark = "<|im_end|>" if "im_end" in library.chat_template else library.eos_token
-        assert library.convert_tokens_to_ids(mark) in batch["labels"]
-
-
-def test_a_token_across_the_border_of_an_answer_is_a_label(tmp_path):
-    """The prompt of this template ends in a space that the tokenizer takes into the answer's first
-    token, which is a label.
-
-    Break: data.py: (ends > first) => (starts >= first)
-    """
-    library = chat_folder(tmp_path / "t", "chatml")
-    library.chat_template = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
-    library.save_pretrained(tmp_path / "t")
-    ours = data.make_tokenizer(str(tmp_path / "t"))
-    path = rows_as("jsonl", tmp_path, [{"messages": CHATS["one turn"]}])
-    shard, = tokenized(path, tokenizer=ours, folder=tmp_path / "p")["shards"]
-    (first, last), = shard["documents"]
-    answer = shard["tokens"][first:last][shard["ignored"][first:last] == 0]
-    assert ours["decode"](answer) == " lower<|im_end|>"
 
 
 def test_chat_errors(tmp_path):
@@ -1321,15 +1189,15 @@ def test_chat_errors(tmp_path):
 
     Break: data.py: if not found or not text.endswith(rest): => if not found:
     """
-    library = chat_folder(tmp_path / "t", "chatml")
+    library = chat_folder(tmp_path / "t")
     for template, words in (("{{ raise_exception('no system') }}", "refuses it: no system"),
                             ("{% for m in messages %}{{ m.content }};{% endfor %}"
                              "{{ messages | map(attribute='content') | join | length }}",
-                             "message 3: cannot determine which characters")):
+                             "message 2: cannot determine which characters")):
         library.chat_template = template
         library.save_pretrained(tmp_path / "t")
         ours = data.make_tokenizer(str(tmp_path / "t"))
-        path = rows_as("jsonl", tmp_path, [{"text": "a"}, {"messages": CHATS["system and turns"]}])
+        path = rows_as("jsonl", tmp_path, [{"text": "a"}, {"messages": 2 * CHAT}])
         with pytest.raises(ValueError) as e:
             tokenized(path, tokenizer=ours, folder=tmp_path / "p")
         assert f"{path} line 2: " in str(e.value) and words in str(e.value), str(e.value)
@@ -1341,14 +1209,14 @@ def test_texts_beside_chats(tmp_path):
 
     Break: data.py: n = append([eos], True) => n = append([eos], False)
     """
-    library = chat_folder(tmp_path / "t", "chatml")
+    library = chat_folder(tmp_path / "t")
     ours = data.make_tokenizer(str(tmp_path / "t"), "<|endoftext|>")
-    chat, end = CHATS["one turn"], ours["eos"]
-    path = rows_as("jsonl", tmp_path, [{"text": "low"}, {"messages": chat}, {"text": "low"},
-                                       {"messages": chat}])
+    end = ours["eos"]
+    path = rows_as("jsonl", tmp_path, [{"text": "low"}, {"messages": CHAT}, {"text": "low"},
+                                       {"messages": CHAT}])
     dataset = tokenized(path, tokenizer=ours, folder=tmp_path / "p")
     shard, low = dataset["shards"][0], ours["encode"]("low").tolist()
-    ids = library.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
+    ids = library.apply_chat_template(CHAT, tokenize=True, return_dict=True)["input_ids"]
     text = [end, *low, end]
     assert shard["tokens"].tolist() == [*text, *ids, *text, *ids, end]
     found = [shard["tokens"][a:b].tolist() for a, b in shard["documents"]]
@@ -1485,10 +1353,9 @@ def test_prefetch():
     def make(i):
         made.append(i)
         threads.add(threading.current_thread())
-        time.sleep(0.01)
         return i * i
 
-    items = data.prefetch(make, 3, 9, depth=2)
+    items = data.prefetch(make, 3, 9)  # by default two ahead
     assert made == []
     for i in range(3, 9):
         began = time.perf_counter()
@@ -1498,20 +1365,11 @@ def test_prefetch():
         deadline = time.monotonic() + 10
         while made != wanted and time.monotonic() < deadline:
             time.sleep(0.001)
+        time.sleep(0.02)  # time for one more, were it asked for
         assert made == wanted
-    assert list(items) == []
-    assert made == list(range(3, 9))  # nothing beyond the end
+    assert list(items) == [] and made == list(range(3, 9))  # nothing beyond the end
     assert len(threads) == 1 and threading.current_thread() not in threads
     assert list(data.prefetch(make, 4, 4)) == []
-    made.clear()
-    items = data.prefetch(make, 0, 9)  # by default two ahead
-    next(items)
-    deadline = time.monotonic() + 10
-    while len(made) < 3 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(0.1)  # time for one more, were it asked for
-    assert made == [0, 1, 2]
-    items.close()
 
 
 def test_a_wait_counts_once_there_is_nothing_else_to_do(monkeypatch):
