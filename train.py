@@ -68,24 +68,9 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 # ---- what is trained
 
 
-def resolve_text(platform, cfg):
-    """cfg with the vocabulary size, all other sizes and the attention kernel resolved."""
-    vocab_size = cfg.vocab_size
-    if not vocab_size:
-        vocab_size = data.make_cfg_tokenizer(cfg)["vocab_size"]
-    # Optional: prompts of samples. Find their errors now.
-    if cfg.chat or cfg.prompts:
-        given_prompts(cfg)
-    cfg = config.derive_text(dataclasses.replace(cfg, vocab_size=vocab_size))
-    return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
-
-
 # What is trained is an argument of `main`: a task, which is a dict. In each of its functions but
-# "metrics" the config is the last argument. `TASK_DEFAULTS` has the keys that a task may lack.
-REQUIRED_TASK_KEYS = ("table", "loss", "batch", "open")
-
-
-# The task of this trainer: a language model on text.
+# "metrics" the config is the last argument. `TASK_DEFAULTS` has the keys that a task may lack. This
+# is the task of this trainer, a language model on text; `main` follows it.
 TEXT = {
     # Required keys
 
@@ -112,7 +97,7 @@ TEXT = {
     # (key, cfg) -> {name: array}, the initial parameters; default: "init" of each row of the table
     "init": model.init,
     # (platform, cfg) -> cfg with all defaults resolved
-    "resolve": resolve_text,
+    "resolve": lambda platform, cfg: resolve_text(platform, cfg),
     # ({axis: size}, cfg) -> errors in the config, as texts
     "validate": config.text_errors,
     # The unit of speeds, and how many of it a step has: (cfg) -> number
@@ -909,6 +894,8 @@ def no_export(params, cfg):
     raise ValueError(f"export {cfg.export!r}: this task has no export; leave it out")
 
 
+REQUIRED_TASK_KEYS = ("table", "loss", "batch", "open")
+
 # What a task does without an optional key of `TEXT`. The default of "init" is in `complete_task`.
 TASK_DEFAULTS = {
     "resolve": lambda platform, cfg: cfg,
@@ -927,6 +914,18 @@ TASK_DEFAULTS = {
         "export": no_export,
     },
 }
+
+
+def resolve_text(platform, cfg):
+    """cfg with the vocabulary size, all other sizes and the attention kernel resolved."""
+    vocab_size = cfg.vocab_size
+    if not vocab_size:
+        vocab_size = data.make_cfg_tokenizer(cfg)["vocab_size"]
+    # Optional: prompts of samples. Find their errors now.
+    if cfg.chat or cfg.prompts:
+        given_prompts(cfg)
+    cfg = config.derive_text(dataclasses.replace(cfg, vocab_size=vocab_size))
+    return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
 
 
 def complete_task(task):
@@ -969,14 +968,13 @@ def open_data(task, cfg, parts):
 def check_data_needs(cfg, train_data, val_data):
     """Raise ValueError for a field that needs data which the run does not have."""
     errors = []
-    metrics = {"stop": [condition["name"] for condition in config.parse_stops(cfg)]}
+    named = [("stop", condition["name"]) for condition in config.parse_stops(cfg)]
     if cfg.keep_best:
-        metrics["keep_best"] = [config.parse_best(cfg.keep_best)["name"]]
-    for field, names in metrics.items():
-        for name in names:
-            if name.startswith("val_") and not val_data:
-                errors.append(f"{field} {name}: the run has no validation data; set --val_data or "
-                              "--val_frac")
+        named.append(("keep_best", config.parse_best(cfg.keep_best)["name"]))
+    for field, name in named:
+        if name.startswith("val_") and not val_data:
+            errors.append(f"{field} {name}: the run has no validation data; set --val_data or "
+                          "--val_frac")
     # Optional: training data in windows, as of tests/recipes/windows.py.
     for event in config.EVENTS:
         interval = str(getattr(cfg, f"{event}_every"))
@@ -1070,28 +1068,17 @@ def mark_done(progress, event, step):
 def is_finished(cfg, meta):
     """Whether nothing is left to do after the checkpoint with this meta."""
     last_done = meta["progress"]["last_done"]
-    is_done = True
-    for event, intervals in event_intervals(cfg).items():
-        if "end" in intervals and last_done.get(event) != cfg.steps:
-            is_done = False
+    at_end = [event for event, intervals in event_intervals(cfg).items() if "end" in intervals]
+    is_done = all(last_done.get(event) == cfg.steps for event in at_end)
     return meta["step"] > cfg.steps or is_done
 
 
 def summary_of_finished(root):
     """The summary of a run that is already finished: its newest metrics, and its checkpoint."""
     step, meta = ckpt.newest_meta(root)
-    return newest_metrics(meta["progress"], step) | {
+    return meta["progress"]["last_metrics"] | {
         "step": step, "exit_code": 0, "reason": "already finished",
         "checkpoint": ckpt.join_path(root, f"{step:09d}")}
-
-
-def newest_metrics(progress, step):
-    """The newest metrics at the end of a run, without the step of the evaluation if it is this one.
-    """
-    metrics = dict(progress["last_metrics"])
-    if metrics.get("val_step") == step:
-        metrics.pop("val_step")
-    return metrics
 
 
 # ---- evaluation and end
@@ -1204,10 +1191,9 @@ def eval_metrics(task, means, source, suffix=""):
 def end_run(run, state, step, progress, stop):
     """Log "stop", and "end" with the newest metrics. Return the summary. stop: of stop_reason."""
     cfg, timers = run["cfg"], progress["timers"]
-    for kind in ("weights", "best", "save"):
-        if kind in progress["pending_saves"]:
-            with timed(timers, "save"):
-                wait_for_save(run, progress, kind)
+    with timed(timers, "save"):
+        for kind in list(progress["pending_saves"]):
+            wait_for_save(run, progress, kind)
     start_bucket(timers, "other")
 
     # The reason, with the errors of the last save and export.
@@ -1224,7 +1210,10 @@ def end_run(run, state, step, progress, stop):
     checkpoint = None
     if progress["saved_step"] == step and "save" not in errors:
         checkpoint = ckpt.join_path(run["root"], f"{step:09d}")
-    row = newest_metrics(progress, step) | {
+    row = dict(progress["last_metrics"])
+    if row.get("val_step") == step:
+        del row["val_step"]
+    row |= {
         "step": step,
         "reason": reason,
         "exit_code": exit_code,
@@ -1346,10 +1335,8 @@ def completed(run, unit, step):
 
 
 def wait_for_save(run, progress, kind):
-    """Wait until the pending save of this kind, if any, is committed. An error is logged."""
-    save = progress["pending_saves"].pop(kind, None)
-    if save is None:  # a hook skipped it
-        return
+    """Wait until the pending save of this kind is committed. An error is logged."""
+    save = progress["pending_saves"].pop(kind)
     with log_errors(run, progress, save["step"], kind):
         ckpt.wait(save["future"])
     # Optional: best checkpoint. One that could not be written is no record.
@@ -1379,8 +1366,8 @@ def save_before_error(run, state, progress):
         return
     log_step(run, progress)
     step = int(state["step"])
-    if step and progress["saved_step"] != step:
-        save_state(run, state, step, progress, "error")
+    is_unsaved = step and progress["saved_step"] != step
+    if is_unsaved and save_state(run, state, step, progress, "error"):
         wait_for_save(run, progress, "save")
 
 
