@@ -192,7 +192,8 @@ def test_the_kubernetes_job_is_a_command_line_of_every_process():
 
 TINY_RUN = ["--steps", "1", "--d_model", "32", "--n_layers", "1", "--n_heads", "2", "--batch_size",
             "4", "--seq_len", "16", "--eval_batches", "1"]
-# A process that becomes a user without an entry in the list of users, once all is imported.
+
+
 def test_a_locale_without_utf_8(tmp_path, cache_dir):
     """In the locale C, a run with a data file, a text, a prompt and a hook that are not ASCII
     trains and prints escapes.
