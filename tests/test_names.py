@@ -107,78 +107,6 @@ def test_every_break_is_a_line_of_the_code():
 
 FILES = ("config.py", "model.py", "step.py", "data.py", "ckpt.py", "train.py")
 
-# Names that a file uses above `# ---- optional` and defines below it, by room. Each is a call of an
-# optional feature: a reader may take it by its name, and whoever deletes the room deletes the call.
-JUMPS = {
-    "config.py": {
-        "names in other trainers": ["_hint_for_name"],
-        "profiles": ["profile_span"],
-        "branches of a run": ["_branch_values"],
-        "presets": ["PRESETS"],
-    },
-    "model.py": {
-        "rotary scaling": ["_stretch_rope"],
-        "dropout": ["_dropout", "_dropout_keys"],
-        "label smoothing": ["_label_smoothing"],
-        "document mask": ["_document_sums"],
-        "rematerialization": ["REMAT"],
-        "loss in tiles": ["_tiled_sums"],
-        "MLP in tiles": ["_mlp_in_tiles"],
-        "attention by blocks": ["_attend_in_blocks"],
-        "attention by cuDNN": ["_attend_cudnn"],
-        "attention by Pallas": ["_attend_pallas"],
-        "LoRA": ["_lora_product", "_lora_rows"],
-        "experts": ["_add_router_sums", "_expert_rows", "_experts"],
-    },
-    "step.py": {
-        "loss scaling for float16": ["fp16_train_step", "init_loss_scale"],
-        "optimizer in host memory": ["opt_from_host"],
-        "weight statistics": ["weight_stats"],
-    },
-    "data.py": {
-        "mixtures": ["_describe_mixture", "_mixture_examples", "mix"],
-        "document mask": ["_add_document_mask"],
-        "packing": ["_cut_documents", "_describe_packing", "_pack_shard", "_packed_batch"],
-        "token files": ["_open_token_files"],
-        "prompts of samples": ["preview_prompt"],
-        "rows of token ids": ["_read_ids"],
-        "prompts and chats": ["_check_eval_labels", "_check_labels", "_describe_labels",
-                              "_ignore_outside", "_join_prompt",
-                              "_named_columns", "_read_prompt_or_chat"],
-        "examples": ["show_examples"],
-        "file formats": ["_choose_split", "_row_reader"],
-        "tokenizers": ["_character_tokenizer", "_hf_tokenizer", "_tiktoken_tokenizer",
-                       "_tokenizer_files"],
-        "names on the Hub": ["hub_path"],
-    },
-    "ckpt.py": {
-        "several processes": ["_wait_for_peers"],
-        "buckets": ["_bucket_kvstore", "_delete_keys", "_join_url", "_list_bucket"],
-        "locks of buckets": ["lock_bucket"],
-    },
-    "train.py": {
-        "rows from Python": ["write_rows"],
-        "best checkpoint": ["best_so_far", "describe_best", "keep_if_best"],
-        "branches of a run": ["find_branch"],
-        "steps that are not finite": ["log_nonfinite"],
-        "validation data that comes later": ["val_data_at"],
-        "exports during a run": ["export"],
-        "dynamic sources of parameters": ["reload_params"],
-        "excluded parameters": ["warn_unsaved"],
-        "Hugging Face weights": ["config_from_hf", "export_hf", "open_hf"],
-        "names on the Hub": ["resolve_hub_names"],
-        "modes without a loop": ["run_saved", "tokenize_data"],
-        "memory estimates": ["memory_advice", "plan"],
-        "hooks from files": ["load_hooks"],
-        "several processes": ["check_shared_folders", "connect_processes", "log_of_process",
-                              "merge_requests", "raise_if_unequal", "restart_watchdog"],
-        "profiler": ["trace_profile"],
-        "trackers": ["TRACKERS"],
-        "observers that run": ["OBSERVERS"],
-    },
-}
-
-
 def rooms_of(file):
     """[(first line, banner)] of a file: its spine, "", and the rooms below `# ---- optional`."""
     lines = (ROOT / file).read_text().splitlines()
@@ -227,33 +155,6 @@ def test_each_file_has_a_spine_and_rooms_with_banners():
             if room_at(rooms_of(file), line) == "optional":
                 wrong.append(f"{file}:{line}: {name} stands in no room")
     assert not wrong, "move these below the banner of a room:\n" + "\n".join(wrong)
-
-
-def test_only_listed_names_of_rooms_are_used_outside():
-    """A name that is used above `# ---- optional` is defined there, or is in JUMPS under its room.
-
-    Break: model.py: # ---- layers => # ---- optional
-    """
-    found = {}
-    for file in FILES:
-        tree = ast.parse((ROOT / file).read_text())
-        rooms = rooms_of(file)
-        lines = definitions(tree)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and room_at(rooms, node.lineno) == "":
-                room = room_at(rooms, lines.get(node.id, 1))
-                if room:
-                    found.setdefault(file, {}).setdefault(room, set()).add(node.id)
-    listed = {file: {room: {*names} for room, names in rooms.items()}
-              for file, rooms in JUMPS.items()}
-    wrong = []
-    for file in FILES:
-        for room in found.get(file, {}).keys() | listed.get(file, {}).keys():
-            used = found.get(file, {}).get(room, set())
-            expected = listed.get(file, {}).get(room, set())
-            wrong += [f"{file}, room {room!r}: add {name}" for name in sorted(used - expected)]
-            wrong += [f"{file}, room {room!r}: remove {name}" for name in sorted(expected - used)]
-    assert not wrong, "edit JUMPS in tests/test_names.py:\n" + "\n".join(sorted(wrong))
 
 
 def opens_without_encoding(path):
