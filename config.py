@@ -1137,15 +1137,9 @@ def key_errors(where, given, known, required=()):
 
 
 def did_you_mean(name, known):
-    """'nearest: x', the known name most like `name`, or all known names if none is similar and they
-    are not too many to read.
-    """
+    """'nearest: x', the known name most like `name`, or all known names if none is similar."""
     close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.55)
-    if close:
-        return f"nearest: {close[0]}"
-    if len(known) > 40:
-        return "no name is similar"
-    return f"legal: {', '.join(known)}"
+    return f"nearest: {close[0]}" if close else f"legal: {', '.join(known)}"
 
 
 # ---- the transformer
@@ -1204,15 +1198,14 @@ def derive_text(cfg):
 
 # A run may resume with any of these changed. Every other field must be named in allow_change.
 RESUMABLE_FIELDS = (
-    "mode", "config", "out_dir", "ckpt_dir", "resume", "allow_change", "explicit", "checkpoint",
-    "export", "export_dtype", "cache_dir",
-    "token_cache", "steps", "epochs", "stop", "grad_accum_steps", "width_mult",
+    *LAUNCH_FIELDS, "out_dir", "ckpt_dir", "export", "export_dtype", "cache_dir",
+    "token_cache", "steps", "epochs", "grad_accum_steps", "width_mult",
     "attention", "remat", "logit_tiles", "mlp_tiles", "deterministic", "offload_optimizer",
     "dp", "fsdp", "ep", "tp", "sp", "slices",
-    "coordinator", "n_processes", "process_id", "peer_timeout_s",
+    "peer_timeout_s",
     "track", "log_every", "eval_every", "eval_batches", "eval_batch_size",
     "save_every", "save_end", "keep_best", "max_to_keep", "keep_period", "save_exclude",
-    "weights_every", "export_every", "sample_every", "watch", "profile", "log_all_processes",
+    "weights_every", "export_every", "sample_every", "watch", "profile",
     "prompt", "chat", "prompts", "samples_file", "n_samples", "sample_tokens", "temperature",
     "top_k", "top_p",
 )
@@ -1232,18 +1225,14 @@ def _refused_changes(old, new, may_change):
             for text in differences(old, new) if text.split()[0] not in may_change]
 
 
-def check_resumable(old, new, old_mesh=(), mesh=(), default_lr=()):
+def check_resumable(old, new, old_mesh=(), mesh=()):
     """Raise ValueError with each difference that keeps a run from resuming.
 
     old: the run's config as a dict; a field that it lacks had its default. new: a config.
-    old_mesh, mesh: {axis: size} of the run and of this process. default_lr: {optimizer: rate}.
+    old_mesh, mesh: {axis: size} of the run and of this process.
     """
-    default = json.loads(to_json(type(new)()))
-    before = _merge(default, old, dict(mesh), dict(old_mesh))
-    after = _merge(json.loads(to_json(new)), dict(mesh))
-    for fields in (before, after):
-        if fields["lr"] == -1:
-            fields["lr"] = dict(default_lr).get(fields["optimizer"], -1.0)
+    before = _merge(json.loads(to_json(type(new)())), old, dict(mesh), dict(old_mesh))
+    after = json.loads(to_json(new)) | dict(mesh)
     may_change = {*RESUMABLE_FIELDS, *new.allow_change}
     if new.n_experts and new.capacity_factor and "sp" not in new.allow_change:
         # Expert capacity is counted over each sp device's part of a sequence, so sp changes which

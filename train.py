@@ -391,8 +391,8 @@ def choose_start(setup, train_data, state, params):
 
     if meta:
         start["origin"] = "its own checkpoint"
-        config.check_resumable(meta["config"], cfg, meta.get("mesh", {}),
-                               dict(setup["mesh"].shape), steplib.DEFAULT_LR)
+        config.check_resumable(
+            meta["config"], cfg, meta.get("mesh", {}), dict(setup["mesh"].shape))
     # Optional: branches of a run.
     elif cfg.branch_from:
         start |= find_branch(cfg)
