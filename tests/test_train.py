@@ -146,8 +146,7 @@ def ended(run, log, timeout_s=120):
 # ---- a run
 
 def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch):
-    """A short run writes the documented events and fields, config.json, checkpoints and the plot,
-    and prints the expected lines. It restores the signal handlers.
+    """A short run writes the documented events, fields and files, and prints the expected lines.
 
     Break: train.py: "epoch": step * cfg.batch_size / run["train_data"]["n"], => "epoch_": 0,
     """
@@ -205,9 +204,8 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
 
 
 def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch, capsys):
-    """The test computes tokens, epochs, seconds, throughput, MFU, goodput and memory from the
-    config and a simulated clock, for 8 devices of 2 TFLOP/s. metrics.jsonl must have these values.
-    A finished run prints how to train further by epochs.
+    """metrics.jsonl has the tokens, times and rates that follow from a simulated clock and 8
+    devices of 2 TFLOP/s.
 
     Break: step.py: flops * units_per_s / n_devices / 1e12 => flops * units_per_s / 1e12
     """
@@ -264,9 +262,8 @@ def documents(tmp_path, **fields):
 
 
 def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_path, monkeypatch):
-    """A log row has sums over labels divided by label counts, as float64 NumPy computes them from
-    the metrics of each step, of which at most MAX_UNREAD_STEPS wait on the device. A run that
-    stops and resumes between two rows has the same ones.
+    """A log row has means weighted by labels, as NumPy computes them from each step, also over a
+    resume.
 
     Break: train.py: new_sums(meta.get("since_log", {})) => new_sums({})
     """
@@ -305,8 +302,8 @@ def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_pat
 
 
 def test_without_log_every_only_a_step_that_is_not_finite_has_a_row(tiny):
-    """With log_every 0 only a step whose loss is not finite gets a log row, which covers this step
-    alone, also after a save. In metrics.jsonl numbers that are not finite are null.
+    """With log_every 0 only a step that is not finite gets a row, of this step alone, with null for
+    such numbers.
 
     Break: ckpt.py: json.loads(text, parse_constant=lambda _: None) => json.loads(text)
     """
@@ -330,8 +327,7 @@ def test_without_log_every_only_a_step_that_is_not_finite_has_a_row(tiny):
 
 
 def test_batches_without_a_label_have_no_loss(tiny, monkeypatch, capsys):
-    """If no position of a batch has a label, the log row has null for the loss and the console
-    prints no loss. A stop condition on the loss does not apply.
+    """Without any label the loss is null, is not printed, and meets no stop condition.
 
     Break: train.py: means[name] = np.nan => means[name] = 0.0
     """
@@ -353,9 +349,7 @@ def test_batches_without_a_label_have_no_loss(tiny, monkeypatch, capsys):
 
 
 def test_a_run_compiles_its_step_once_and_the_evaluation_when_it_is_needed(tiny, caplog):
-    """JAX's log shows one compilation of train_step and one of eval_step. The evaluation is
-    compiled just before its first use, not in parallel with the first steps. The time counts as
-    compilation.
+    """train_step is compiled once, and on a CPU eval_step just before its first use.
 
     Break: step.py: lowered_eval = steps["eval_step"]() =>
     lowered_eval = steps["eval_step"](); lowered_eval.compile()
@@ -383,8 +377,8 @@ def test_a_run_compiles_its_step_once_and_the_evaluation_when_it_is_needed(tiny,
 
 
 def test_epochs_set_the_steps(tiny):
-    """--epochs sets the steps, rounded up to a batch. The number counts as it was typed: 1.1
-    epochs of 100 sequences by 10 are 11 steps.
+    """--epochs counts as it was typed, rounded up to a batch: 1.1 epochs of 100 sequences by 10 are
+    11 steps.
 
     Break: train.py: fractions.Fraction(str(cfg.epochs)) => fractions.Fraction(cfg.epochs)
     """
@@ -393,9 +387,8 @@ def test_epochs_set_the_steps(tiny):
 
 
 def test_the_evaluation_is_the_same_at_any_batch_size(tiny, capsys):
-    """An evaluation on all validation data gives the same loss at the end of training, with
-    batches of 16 beside those of 8 for training, and in --mode eval, with batches of 24, up to
-    float32 rounding. A given flag overrides the saved config, even by the default of Config.
+    """An evaluation on all validation data gives the same loss with batches of 16 and 24, up to
+    float32 rounding.
 
     Break: data.py: batch["labels"][~valid] = IGNORE => pass
     """
@@ -413,9 +406,7 @@ def test_the_evaluation_is_the_same_at_any_batch_size(tiny, capsys):
 
 @pytest.mark.slow
 def test_log_and_eval_rows_have_every_sum_and_the_task_s_metrics(tiny):
-    """Log and eval rows have the mean of each sum of the loss function, also of the router's sums
-    and of a sum that a hook adds. They have the values of the task's "metrics" function too, in
-    training and in --mode eval.
+    """Rows have the mean of each sum, also of the router's and of a hook's, and the task's metrics.
 
     Break: train.py: values |= numbers(task["metrics"](means, source)) => pass
     """
@@ -444,9 +435,7 @@ def test_log_and_eval_rows_have_every_sum_and_the_task_s_metrics(tiny):
 
 
 def test_a_sample_shows_control_characters_as_escapes(capsys):
-    """print_samples keeps tabs, newlines and letters of any script. It escapes characters that
-    control a terminal, in the prompt too. What follows the prompt is within marks, and on a
-    terminal the prompt is dimmed.
+    """Samples keep tabs, newlines and letters; characters that control a terminal are escaped.
 
     Break: train.py: c if c.isprintable() or c in "\\t\\n" else repr(c)[1:-1] => c
     """
@@ -463,9 +452,8 @@ def test_a_sample_shows_control_characters_as_escapes(capsys):
 
 
 def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
-    """--mode sample takes the config of the saved run as defaults, does not need the training
-    data, and prints the same text for the same seed. Without a prompt it continues the beginning of
-    a validation row, as the samples of the run do; if there is no data, it begins without a text.
+    """--mode sample takes the saved config, needs no training data, and prints the same text for
+    the same seed.
 
     Break: train.py: [sample["prompt"] + sample["text"] for => [sample["text"] for
     """
@@ -506,9 +494,7 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
 
 
 def test_each_save_has_its_digest_in_the_log_and_in_meta_json(tiny):
-    """Each save row and its meta.json have the digest of the arrays as they are read back, and of
-    the parameters alone if only these are saved. A run with the same parameters on another mesh
-    has the same digest. The summary has the saved state.
+    """Saves have the digest of the arrays as they are read back, which is the same on another mesh.
 
     Break: train.py: "why": why, "digest": digest, => "why": why,
     """
@@ -531,8 +517,7 @@ def test_each_save_has_its_digest_in_the_log_and_in_meta_json(tiny):
 
 
 def test_modes_without_training_use_the_given_state_or_parameters(tiny, tmp_path):
-    """Evaluation, sampling and export of a given state or of given parameters equal those of the
-    checkpoint, even if out_dir holds another run. The caller's arrays remain valid.
+    """Modes without training give the same for a given state or parameters as for the checkpoint.
 
     Break: train.py: return run_saved(cfg, task, hooks, state, params) =>
     return run_saved(cfg, task, hooks)
@@ -586,9 +571,8 @@ def test_wrong_parameters_are_explained(tiny):
 
 
 def test_modes_without_training_read_init_from_if_out_dir_holds_no_run(tiny, tmp_path):
-    """If out_dir holds no run, an evaluation uses the parameters of init_from. A run with another
-    init_from in out_dir is an error, and so are parameters that no source has, and another
-    rope_theta, although the shapes of the parameters fit, unless --allow_change permits it.
+    """An evaluation uses init_from if out_dir holds no run, and refuses other sources and another
+    rope_theta.
 
     Break: train.py: if meta and cfg.init_from != => if False and cfg.init_from !=
     """
@@ -608,9 +592,7 @@ def test_modes_without_training_read_init_from_if_out_dir_holds_no_run(tiny, tmp
 
 
 def test_a_resume_prints_what_changed_in_software_and_machine(tiny, monkeypatch, capsys):
-    """A checkpoint records CPU, threads, flags and versions. A resume prints the differences, or
-    nothing if all are equal. Only the first launch shows examples of the data. Other text in the
-    same file is an error, which --allow_change permits.
+    """A resume prints the differences of machine and config; other data is an error unless allowed.
 
     Break: train.py: for kind in ("versions", "machine", "mesh"): => for kind in ():
     """
@@ -641,9 +623,7 @@ def test_a_resume_prints_what_changed_in_software_and_machine(tiny, monkeypatch,
 
 
 def test_hooks_receive_every_event_and_may_replace_its_value(tiny):
-    """A hook receives every event. It may add to a row and replace the state of a step; here it
-    restores the first parameters, which the checkpoint then holds. Each step has its own batch and
-    number.
+    """A hook receives every event, may add to a row and may replace the state of a step.
 
     Break: train.py: state = run_hooks(run["hooks"], "state", new_state) =>
     state = new_state
@@ -676,9 +656,8 @@ def test_hooks_receive_every_event_and_may_replace_its_value(tiny):
 
 
 def test_hooks_are_loaded_from_the_command_line(tiny, tmp_path, capsys):
-    """--hooks takes file.py:function. A missing function or file is a one-sentence error, and so
-    is a resume with other hooks. Two functions of one file share its globals, and the file imports
-    a module of its own folder.
+    """--hooks takes file.py:function, where functions share globals and import neighbors; errors
+    are one sentence.
 
     Break: train.py: hooks = (*hooks, *load_hooks(cfg.hooks)) => pass
     """
@@ -701,8 +680,7 @@ def test_hooks_are_loaded_from_the_command_line(tiny, tmp_path, capsys):
 
 
 def test_only_errors_that_the_six_files_raise_are_one_sentence(monkeypatch, capsys):
-    """A ValueError that no `raise` of the six files made keeps its traceback. An interrupt is one
-    sentence.
+    """A ValueError that no `raise` of the six files made keeps its traceback.
 
     Break: train.py: in files and last.line.startswith("raise") => in files
     """
@@ -728,10 +706,8 @@ def test_only_errors_that_the_six_files_raise_are_one_sentence(monkeypatch, caps
 
 @pytest.mark.slow
 def test_lora_tunes_a_trained_model_and_saves_only_its_factors(tiny, tmp_path, capsys):
-    """LoRA on the parameters of another run lowers the validation loss and changes only the LoRA
-    factors. Checkpoints hold only these; a resumed run loads the other parameters from init_from,
-    prints this, and ends bit-identical. A new run starts from both, and an error is raised if it
-    would discard the factors.
+    """LoRA changes and saves only its factors; a resume loads the rest from init_from and is
+    bit-identical.
 
     Break: ckpt.py: absent = paths_of(missing, wanted) | => absent = set() |
     """
@@ -805,7 +781,7 @@ def fake_device(platform, capability="9.0"):
     ("gpu", "float32", "tensorfloat32", None), ("cpu", "float32", None, None)])
 def test_float32_is_not_rounded(tiny, monkeypatch, platform, dtype, user, expected):
     """On a GPU or a TPU a run in float32 multiplies in float32, unless the user has chosen another
-    precision. On a CPU, and in other dtypes, JAX's default stays.
+    precision.
 
     Break: train.py: jax.config.update("jax_default_matmul_precision", "highest") => pass
     """
@@ -870,8 +846,8 @@ def test_an_implicit_transfer_in_the_loop_is_an_error(tiny):
 # ---- observers
 
 def test_the_profiler_starts_and_stops_at_the_requested_steps(monkeypatch, tmp_path, capsys):
-    """The profiler starts when the first requested step is dispatched and stops when the last one
-    or the run ends. It writes the memory profile then, and after every error.
+    """The profiler starts and stops at the requested steps; a memory profile is written then and
+    after errors.
 
     Break: step.py: if not traced: => if True:
     """
@@ -906,8 +882,8 @@ def test_the_profiler_starts_and_stops_at_the_requested_steps(monkeypatch, tmp_p
 
 
 def test_an_observer_cannot_change_the_run(tiny, monkeypatch):
-    """An observer changes the row, returns another row and requests a stop. The run, metrics.jsonl,
-    the saved config and the rows of the next observer are the same as without it.
+    """An observer that changes rows or returns some changes neither the run nor the rows of the
+    next observer.
 
     Break: train.py: observe(event, copied) => observe(event, row)
     """
@@ -933,10 +909,8 @@ def test_an_observer_cannot_change_the_run(tiny, monkeypatch):
 
 
 def test_what_observers_and_samples_raise_ends_no_run(tiny, monkeypatch, capsys):
-    """An observer fails at the first log row, metrics.jsonl at a list that contains itself, and
-    another observer at the last event; no machine has the memory for the sample. The run ends
-    normally, prints each error once with its event, and a tracker, which needs no package of its
-    name, misses no row.
+    """What observers and a sample raise is printed once with its event, and the run and other
+    observers continue.
 
     Break: train.py: observers.remove(observe) => pass
     """
@@ -983,8 +957,7 @@ def test_what_observers_and_samples_raise_ends_no_run(tiny, monkeypatch, capsys)
 
 
 def test_an_observer_that_raises_hides_no_error_of_the_run(tiny, monkeypatch, capsys):
-    """An observer raises when it receives the error that ends the run. The original error is still
-    raised, and the other observers receive it. KeyboardInterrupt is raised from an observer.
+    """If an observer raises at the error that ends the run, that error is still raised.
 
     Break: train.py: except Exception as error: => except KeyError as error:
     """
@@ -1009,7 +982,7 @@ def test_an_observer_that_raises_hides_no_error_of_the_run(tiny, monkeypatch, ca
 
 def test_metrics_jsonl_resumes_at_the_step_of_the_run(tmp_path):
     """A resume at step 2 removes rows of later steps, rows of a stop, an end or an error, and torn
-    lines. New rows are written immediately; rows of "step" and "dispatch" are not written.
+    lines.
 
     Break: ckpt.py: if row["step"] <= step and => if row["step"] < step and
     """
@@ -1062,9 +1035,8 @@ def test_the_plot_shows_the_log(tmp_path, monkeypatch):
 
 
 def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
-    """The console prints the exact line of each event. On a terminal a progress bar replaces the
-    log lines, except after each tenth of the steps. After a stop it prints
-    how to continue.
+    """The console prints the exact line of each event; on a terminal a progress bar replaces most
+    log lines.
 
     Break: train.py: if bar.disable or row["step"] => if row["step"]
     """
@@ -1144,8 +1116,7 @@ def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
 
 
 def test_print0_flushes_and_prints_on_process_0_only(tiny, monkeypatch):
-    """print0 flushes each line, also into a pipe. Other processes print nothing and write no
-    files.
+    """print0 flushes each line; other processes print nothing and write no files.
 
     Break: train.py: stream.flush() => pass
     """
@@ -1173,8 +1144,8 @@ def poison(event, value):
 
 @pytest.mark.parametrize("policy", ["stop", "raise"])
 def test_on_nonfinite_stops_or_raises(tiny, policy, capsys):
-    """"stop" saves and exits with 1, and "raise" raises. The parameters never change in such a
-    step, and the step is in the log or in the error.
+    """"stop" saves and exits with 1, "raise" raises, and the parameters never change in such a
+    step.
 
     Break: train.py: progress["is_finite"] and cfg.on_nonfinite == "stop" =>
     progress["is_finite"] and cfg.on_nonfinite == "skip"
@@ -1206,9 +1177,8 @@ def test_on_nonfinite_stops_or_raises(tiny, policy, capsys):
 # ---- resume
 
 def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
-    """A run is stopped at its last step before the evaluation. The same command evaluates, saves
-    again and ends, and with more steps it continues. Launches that would start over a finished run,
-    or that differ in other flags, are refused.
+    """The same command makes up for a missed evaluation and continues; launches that would start
+    over are refused.
 
     Break: train.py: step, meta = ckpt.newest_meta(root) => step, meta = 0, {}
     """
@@ -1251,8 +1221,8 @@ def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
 
 
 def test_resume_overwrite_starts_a_new_run(tiny):
-    """A launch with --resume overwrite that fails in a hook, when it receives the state, deletes
-    nothing. Otherwise it starts a new run, which its own config.json continues.
+    """--resume overwrite deletes nothing if the launch fails, and its config.json continues the new
+    run.
 
     Break: config.py: return dataclasses.replace(cfg, **reset) => return cfg
     """
@@ -1291,8 +1261,8 @@ def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
 
 
 def test_a_run_that_fails_waits_for_its_save(tiny, monkeypatch):
-    """A run that raises waits for its pending save. Otherwise a second run in the same process, as
-    in a notebook, would find a partial checkpoint.
+    """A run that raises waits for its pending save, so that a second one in this process finds it
+    complete.
 
     Break: train.py: save["future"].exception() => pass
     """
@@ -1391,9 +1361,8 @@ def test_a_custom_parameter_that_hugging_face_lacks_cannot_be_exported(tiny, mon
 
 @pytest.mark.slow
 def test_hooks_request_events_and_stops(tiny):
-    """Two hooks request events in the log row of step 8. All of them happen at the next step, and
-    the run stops after them, as one of the hooks asks in the same row. The row of an epoch may do
-    so too, here a pass of 4 batches. A hook may replace the batches of an evaluation.
+    """Events that two hooks request happen at the next step, and then the stop; a hook may replace
+    evaluation batches.
 
     Break: train.py: (is_waiting or not events): => True:
     """
@@ -1432,9 +1401,8 @@ def test_hooks_request_events_and_stops(tiny):
 
 @pytest.mark.slow
 def test_hooks_skip_saves_and_evaluations(tiny, capsys):
-    """A hook gets each save, evaluation and epoch before it begins. It skips the saves of
-    steps 2, 6 and 8 and the evaluation of step 4. The run ends without a checkpoint of its last
-    step and says so, and the same command repeats the steps after 4, with the same losses.
+    """A hook that skips saves and an evaluation gets each before it begins; the same command
+    repeats the steps.
 
     Break: train.py: if progress["saved_step"] == step and "save" not in errors: => if True:
     """
@@ -1489,9 +1457,8 @@ def counting(counts):
 
 @pytest.mark.slow
 def test_the_state_of_a_hook_resumes_with_its_run(tiny):
-    """A hook counts the events of a run, keeps the counts in the checkpoints, and requests a
-    sample and an evaluation. The run crashes after the save of step 4. At the end the counts, the
-    log and the losses are those of a run without a crash: the checkpoint has all of step 4.
+    """The counts of a hook and its requests, kept in checkpoints, resume after a crash as if there
+    was none.
 
     Break: train.py: progress["requests"].update(saved["requests"]) => pass
     """
@@ -1520,9 +1487,7 @@ def test_the_state_of_a_hook_resumes_with_its_run(tiny):
 
 
 def test_wrong_hooks_are_named(tiny):
-    """The exception of a hook, and the one for a row without its keys, have a note with the hook
-    and the event. An unknown request is an error. An empty "stop" stops nothing; NumPy and JAX
-    values are written as numbers and lists.
+    """The exception of a hook, or for its row, has a note with the hook and the event.
 
     Break: train.py: e.add_note( => str(
     """
@@ -1571,8 +1536,8 @@ def test_parameters_of_another_architecture_are_refused(tiny, tmp_path):
 
 
 def test_a_resume_with_another_sp_is_refused_if_experts_drop_tokens(tiny):
-    """A resume with another sp is refused, because experts would drop other tokens. meta.json
-    holds the mesh of the checkpoint.
+    """A resume with another sp is refused, because experts would drop other tokens. meta.json holds
+    the mesh of the checkpoint.
 
     Break: train.py: cfg, meta.get("mesh", {}), => cfg, dict(setup["mesh"].shape),
     """
@@ -1583,8 +1548,7 @@ def test_a_resume_with_another_sp_is_refused_if_experts_drop_tokens(tiny):
 
 
 def test_a_folder_without_locks_is_used(tiny, monkeypatch, capsys):
-    """On a file system without flock the run prints a notice and continues. It creates nested
-    folders, and a tiny fraction of an epoch is one step.
+    """On a file system without flock the run prints a notice and continues.
 
     Break: ckpt.py: log(f"{folder}: its file system => raise OSError(f"{folder}: its file system
     """
@@ -1598,7 +1562,7 @@ def test_a_folder_without_locks_is_used(tiny, monkeypatch, capsys):
 
 
 def test_checkpoints_by_time_are_kept_as_others_are(tiny, monkeypatch):
-    """A save is due by time after each step. The newest two stay, and all weights.
+    """A save is due by time after each step.
 
     Break: train.py: max_to_keep = 1 if kind == "best" else 0 => max_to_keep = 1
     """
@@ -1656,8 +1620,7 @@ def test_an_export_that_fails_is_reported(tiny):
 
 def test_a_cache_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch, capsys):
     """If the default cache folder cannot be written, the run prints a notice; a given cache_dir
-    raises an error. Every program is cached, and JAX's cache is reset because JAX keeps its first
-    folder.
+    raises an error.
 
     Break: train.py: if cfg.cache_dir != config.Config.cache_dir: => if True:
     """
@@ -1682,8 +1645,7 @@ def test_a_cache_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch, caps
 
 @pytest.mark.slow
 def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
-    """From the fourth step on almost no memory page is new, although each step takes 140 MiB. The
-    metrics of a step are read before the next step is dispatched.
+    """From the fourth step on almost no memory page is new, although each step takes 140 MiB.
 
     Break: train.py: jax.config.update("jax_cpu_enable_async_dispatch", False) => None
     """
@@ -1706,9 +1668,7 @@ def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_the_console_fits_80_columns(tiny, tmp_path):
-    """On a terminal of 80 columns no line wraps and the progress bar is wider than ten characters.
-    The run prints its config, its summary and that it compiles before it compiles. A log row leaves
-    a line above the bar after each tenth of the steps.
+    """On a terminal of 80 columns no line wraps, and the run says that it compiles before it does.
 
     Break: train.py: |{bar}| {elapsed}<{remaining}{postfix}" => |{bar}| {rate_fmt:>60}{postfix}"
     """
@@ -1778,8 +1738,8 @@ def flip(folder):
 
 
 def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
-    """The first state comes from the given state, the given parameters, the run's own checkpoint,
-    init_from or an initialization, in this order. Corrupted checkpoints are skipped.
+    """The state comes from the given state, the given parameters, the checkpoint, init_from or is
+    new, in this order.
 
     Break: ckpt.py: log(f"skipping a corrupted checkpoint: {error}") => pass
     """
@@ -1827,9 +1787,8 @@ def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, tmp_path, capsys):
-    """The newest checkpoint has a flipped bit. The run logs this, resumes from the checkpoint
-    before it, in the middle between two log rows, and ends bit-identical to an uninterrupted run.
-    If no checkpoint can be read, a launch raises an error and deletes nothing.
+    """A run resumes from the checkpoint before a corrupted one, between two log rows, and ends
+    bit-identical.
 
     Break: train.py: meta = ckpt.read_meta(start["root"], saved_step) => pass
     """
@@ -1857,9 +1816,8 @@ def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, tmp_pat
 
 
 def test_the_run_continues_after_a_failed_save(tiny, monkeypatch, capsys):
-    """A file blocks the folder of a checkpoint, so the save fails in the background. The run logs
-    and prints the error at the next step and continues, and the next save is intact. If the last
-    save fails, the exit code is 1.
+    """A save that fails is logged at the next step, and the run continues; if the last one fails,
+    the exit code is 1.
 
     Break: train.py: if save["future"].done(): => if False:
     """
@@ -1897,8 +1855,7 @@ def test_the_run_continues_after_a_failed_save(tiny, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_over_50_saves(tiny, tmp_path):
-    """After 10 and 50 saves the live arrays exceed those after 2 saves by at most half of a
-    save's copy. Between these two the process grows by less than 20 copies.
+    """After 50 saves the live arrays exceed those after 2 by at most half of a save's copy.
 
     Break: ckpt.py: data = _snapshot(shard.data) => data = _snapshot(shard.data);
     _snapshot.kept = [*getattr(_snapshot, "kept", []), data]
@@ -1954,9 +1911,8 @@ def due(step, last=(), second=0.0, requested=(), **fields):
 
 
 def test_due_events_by_steps_epochs_windows_and_seconds():
-    """Intervals in steps, epochs (of 2.5 steps), windows and seconds give the expected steps, and
-    so do requests. Each event happens once a step. The last step has the final events; weights,
-    reloads and exports happen only if they are set.
+    """Intervals in steps, epochs (of 2.5 steps), windows and seconds, and requests, give the
+    expected events.
 
     Break: train.py: return completed(run, unit, step) // n > completed(run, unit, step - 1) // n
     => return completed(run, unit, step) % n == 0
@@ -2001,8 +1957,7 @@ def file_limit(n_bytes):
 
 
 def test_rows_that_do_not_fit_on_the_disk_are_written_later(tiny, capsys):
-    """While the file cannot grow, each row is kept in memory and the error is printed. All rows are
-    written as soon as the file can grow again.
+    """While the file cannot grow, rows are kept in memory; they are written as soon as it can.
 
     Break: train.py: print0(f"{file.name}: {e}; make room: rows => raise e; print0(f"{e}: rows
     """
@@ -2043,9 +1998,8 @@ def test_saved_arrays_that_a_run_lacks_are_an_error(tiny):
 
 @pytest.mark.slow
 def test_a_resumed_float16_run_is_bit_identical(tiny, tmp_path, monkeypatch):
-    """A run continues in float16 after a step in float32, with the first loss scale, which doubles
-    every three finite steps. A run that stops between two doublings ends bit-identical, and
-    continues in float32 without a scale.
+    """A float16 run that begins after a float32 step and stops between two doublings of its scale
+    ends bit-identical.
 
     Break: ckpt.py: | (scale - meta["arrays"].keys()) => | set()
     """
@@ -2067,8 +2021,8 @@ def test_a_resumed_float16_run_is_bit_identical(tiny, tmp_path, monkeypatch):
 
 
 def test_a_trained_parameter_that_is_not_saved_is_printed(tiny, capsys):
-    """A parameter that is trained but excluded from checkpoints is printed at the launch. A resume
-    initializes it again, and an evaluation raises an error.
+    """A parameter that is trained but not saved is printed; a resume initializes it, an evaluation
+    refuses.
 
     Break: train.py: print0(f"save_exclude: {', '.join(trained)} will => print(f"{',
     '.join(trained)} may
@@ -2082,8 +2036,7 @@ def test_a_trained_parameter_that_is_not_saved_is_printed(tiny, capsys):
 
 
 def test_a_run_with_another_ckpt_dir_is_not_started_anew(tiny, tmp_path):
-    """A run whose checkpoints are in --ckpt_dir is not started anew without this flag. The
-    folder's path may be spelled differently, and init_from finds the checkpoints by the run's
+    """A run with --ckpt_dir is not started anew without this flag, and init_from finds it by its
     out_dir.
 
     Break: ckpt.py: if is_elsewhere and => if False and
@@ -2102,8 +2055,8 @@ def test_a_run_with_another_ckpt_dir_is_not_started_anew(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
-    """The last source that has a parameter wins. Parameters that no source has are initialized,
-    and a printed table shows the source of each parameter.
+    """The last source that has a parameter wins; those that no source has are initialized, and a
+    table says so.
 
     Break: ckpt.py: sources[index]["take"] => sources[0]["take"]
     """
@@ -2127,9 +2080,8 @@ def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_dynamic_source_is_loaded_again(tiny, tmp_path, capsys):
-    """A reload replaces the parameters of a dynamic source by its newest ones. Step, moments and
-    the schedule remain. If the source cannot be read, the error is logged and printed, and training
-    continues.
+    """A reload takes the newest parameters and keeps step and moments; training continues if the
+    source cannot be read.
 
     Break: train.py: open_sources(run) if source["dynamic"]] =>
     open_sources(run) if not source["dynamic"]]
@@ -2172,10 +2124,8 @@ def test_a_dynamic_source_is_loaded_again(tiny, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypatch):
-    """With --ckpt_dir s3://... a stopped and resumed run ends bit-identical to a run on disk, and
-    another run starts from its parameters. If a newer process of the run writes its name into the
-    lock, the next save ends this one. Another out_dir is refused; out_dir itself must be a local
-    folder.
+    """With --ckpt_dir s3://... a resume is bit-identical, and a run whose lock names another
+    process ends.
 
     Break: train.py: run["check_lock"]() => pass
     """
@@ -2264,9 +2214,8 @@ def test_a_run_killed_at_any_moment_ends_bit_identical(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_an_error_in_an_evaluation_saves_first(tiny, monkeypatch):
-    """A hook raises in the evaluation of step 3, for which no save is due. The state of step 3 is
-    saved, the next launch evaluates it, and the run ends like one without an error. So it is if the
-    evaluation of step 6 does not fit into memory. An error before the first step saves nothing.
+    """If an evaluation raises or does not fit, the state is saved first, and the next launch
+    evaluates it.
 
     Break: train.py: save_state(run, state, step, progress, "error") => pass
     """
@@ -2320,10 +2269,8 @@ def test_the_best_checkpoint_belongs_to_its_validation_data(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_stops_as_requested_and_continues(tiny, capsys):
-    """A run stops by a metric, after a number of steps per launch, and by the stop file, which it
-    deletes; each time it saves. The newest metrics are in the checkpoint, so that a condition that
-    holds already ends a resume at once, but not one on a metric of other validation data. A metric
-    that no row has is an error.
+    """A run stops by a metric, a number of steps or the stop file; a condition that holds already
+    ends a resume at once.
 
     Break: train.py: for name, value in saved["last_metrics"].items(): => for name in ():
     """
@@ -2359,8 +2306,8 @@ def test_a_run_stops_as_requested_and_continues(tiny, capsys):
 @pytest.mark.slow
 def test_a_run_resumes_bit_identical_on_its_mesh_and_within_rounding_on_others(
         tiny, tmp_path, capsys):
-    """A run with dp 2, fsdp 2 and tp 2 stops at step 4. Resumed on 8 devices it is bit-identical
-    to an uninterrupted run. On 2 devices and on 1 the losses agree to 2e-6.
+    """Resumed on its mesh a run is bit-identical to an uninterrupted one; on fewer devices losses
+    agree to 2e-6.
 
     Break: ckpt.py: ranges = [range(n)[part] for => ranges = [range(n) for
     """
@@ -2428,9 +2375,8 @@ def two(cfg, *flags, of_one=()):
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(tiny, tmp_path):
-    """Two processes with fsdp 2 have the losses, evaluations, checkpoint arrays, samples and
-    exported weights of one process with two devices, up to float32 rounding. With
-    --log_all_processes, process 1 prints its log rows and writes its profile.
+    """Two processes have the losses, arrays, samples and export of one with two devices, up to
+    float32 rounding.
 
     Break: train.py: batch = source["batch"](index, rows) =>
     batch = source["batch"](index, rows - rows.min())
@@ -2472,9 +2418,8 @@ def test_two_processes_train_like_one(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
-    """Process 1 finds twice as much data as process 0, as in a growing folder. Both use the length
-    that process 0 found. A signal to process 1 stops both at the next multiple of log_every. A save
-    that process 1 requests reaches both; process 0 alone skips it for both.
+    """Both processes use the length of data that process 0 found, and stop at one step after a
+    signal to process 1.
 
     Break: train.py: step % (cfg.log_every or 10): => step % (cfg.log_every or 10) != 1:
     """
@@ -2508,9 +2453,8 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
 # ---- signals
 
 def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypatch, capfd):
-    """In the loop the first signal is noted and the second ends the process; before the loop a
-    signal raises KeyboardInterrupt. SIGHUP is ignored under nohup. Nothing is caught outside the
-    main thread, and the old handlers are restored.
+    """Signals are noted once, before the loop raised, ignored under nohup, and their handlers
+    restored.
 
     Break: train.py: os._exit(128 + number) => os._exit(number)
     """
@@ -2550,8 +2494,7 @@ def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypa
 
 
 def test_a_console_that_is_not_utf_8_shows_escapes(monkeypatch):
-    """A character that the encoding of stdout does not have is printed as an escape. A stream in
-    its place may have no isatty.
+    """A character that the encoding of stdout does not have is printed as an escape.
 
     Break: train.py: stream.reconfigure(errors="backslashreplace") => pass
     """
@@ -2562,8 +2505,7 @@ def test_a_console_that_is_not_utf_8_shows_escapes(monkeypatch):
 
 
 def test_a_closed_terminal_ends_no_run(tiny, monkeypatch):
-    """A broken pipe or a closed terminal ends no run, with lines or with the progress bar, and no
-    error occurs at exit. On a full disk printing works again when space is available.
+    """A broken pipe or a closed terminal ends no run, with lines or with the progress bar.
 
     Break: train.py: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno()) => pass
     """
@@ -2593,9 +2535,8 @@ def test_a_closed_terminal_ends_no_run(tiny, monkeypatch):
 
 
 def test_processes_combine_their_requests_at_multiples_of_log_every(tiny, monkeypatch):
-    """A hook's stop waits for the events that hooks have requested, except during a wait for data;
-    a signal and the stop file do not. Two processes with different requests both get the later
-    time, the stop and all events. Between multiples of log_every they exchange nothing.
+    """Two processes with different requests both get the later time, the stop and all events, at
+    multiples of log_every.
 
     Break: train.py: max(found["elapsed_s"] for found in everywhere) =>
     everywhere[1]["elapsed_s"]
@@ -2638,8 +2579,7 @@ def test_processes_combine_their_requests_at_multiples_of_log_every(tiny, monkey
 
 
 def test_a_signal_during_an_evaluation_ends_it(tiny):
-    """A signal arrives in the first batch of the evaluation at the last step. The evaluation ends
-    without a result, and the next launch runs it.
+    """A signal ends the last evaluation without a result, and the next launch runs it.
 
     Break: train.py: return signal_received(progress) => return False
     """
@@ -2685,7 +2625,7 @@ def test_a_signal_finishes_the_step_and_saves(tiny, name, moment):
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["data", "compile"])
 def test_a_signal_before_the_first_step_ends_at_once(tiny, moment):
-    """A signal during tokenization or compilation ends the process within seconds. It leaves no
+    """A signal during tokenization or compilation ends the process at once and leaves no
     config.json.
 
     Break: train.py: elif not progress["in_loop"]: => elif False:
@@ -2748,8 +2688,8 @@ def test_an_error_in_the_data_loses_no_step(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_an_evaluation_of_a_mixture_has_the_loss_of_each_source(tiny, tmp_path):
-    """An evaluation of a mixture has the loss of each source, equal to an evaluation of that
-    source alone, and their mean weighted by labels.
+    """An evaluation of a mixture has the loss of each source, equal to an evaluation of that source
+    alone, and their mean weighted by labels.
 
     Break: train.py: row |= eval_metrics(task, metric_means(sums_of[name]), source, f"/{name}") =>
     pass
@@ -2770,8 +2710,7 @@ def test_an_evaluation_of_a_mixture_has_the_loss_of_each_source(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_flops_and_padding_of_packed_documents(tiny, tmp_path):
-    """With one document per row, a log row has the fraction of padding. The model's FLOPs count
-    only the attended keys, which the test counts independently.
+    """A log row has the fraction of padding, and FLOPs that count only the attended keys.
 
     Break: model.py: if keys is None: => if True:
     """
@@ -2793,8 +2732,7 @@ def test_flops_and_padding_of_packed_documents(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_model_tuned_on_chats_answers_in_the_template(tiny, tmp_path):
-    """A small model is tuned on a few chats, packed by best fit. It answers each question in the
-    template and ends its turn.
+    """A small model, tuned on a few packed chats, answers each in the template and ends its turn.
 
     Break: data.py: start + 1 : stop], IGNORE, labels) => start + 1 : stop], labels, IGNORE)
     """
@@ -2832,8 +2770,8 @@ def test_files_that_cannot_be_opened_are_named(capsys):
 
 
 def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
-    """On the command line each bad value gives exit code 2 and one sentence with the field and the
-    rule, without a traceback and before compilation.
+    """Each bad value gives exit code 2 and one sentence, without a traceback and before
+    compilation.
 
     Break: train.py: if not isinstance(error, ValueError): => if True:
     """
@@ -2873,8 +2811,7 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_data_mode_tokenizes_without_a_device(tiny):
-    """--mode data tokenizes, prints the number of documents and tokens, and ends, even if JAX has
-    no device. Training does not tokenize again.
+    """--mode data tokenizes and ends even if JAX has no device; training does not tokenize again.
 
     Break: train.py: ("train", "val")), print, with_examples=True) => ("train", "val")), print0,
     with_examples=True)
@@ -2914,8 +2851,8 @@ def test_data_mode_adopts_the_config_of_init_from(tiny, capsys):
 
 @pytest.mark.slow
 def test_samples_on_a_mesh_equal_those_on_one_device(tiny, capfd):
-    """Greedy samples of 3 rows, which the mesh does not split evenly, equal those on one device,
-    although tp x sp exceeds the number of KV heads. XLA prints no warning.
+    """Greedy samples of 3 rows equal those on one device, although tp x sp exceeds the number of KV
+    heads.
 
     Break: model.py: K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp")) => K = cfg.n_kv_heads
     """
@@ -2937,9 +2874,8 @@ def test_samples_on_a_mesh_equal_those_on_one_device(tiny, capfd):
 
 @pytest.mark.slow
 def test_a_plan_counts_the_memory_and_flops_of_the_step(tiny, capsys):
-    """The bytes of parameters and moments equal a count by hand, the total equals the total that a
-    run logs, and FLOPs are per device. The plan allocates no array, makes no folder and needs no
-    data.
+    """Parameters and moments equal a count by hand, the total is what a run logs, and a plan
+    allocates no array.
 
     Break: step.py: x.sharding.shard_shape(x.shape) => x.shape
     """
@@ -2967,8 +2903,8 @@ def test_a_plan_counts_the_memory_and_flops_of_the_step(tiny, capsys):
 
 @pytest.mark.slow
 def test_a_step_that_does_not_fit_is_refused_before_allocation(tiny, monkeypatch, capsys):
-    """The device has one byte too few. A run and a plan report the bytes needed, the bytes
-    available and a legal first change; the run leaves no checkpoint.
+    """With one byte too few, a run and a plan report the bytes needed, the bytes available and a
+    legal change.
 
     Break: train.py: steplib.check_fits(programs["memory"], setup["mesh"]) => pass
     """
@@ -2996,8 +2932,8 @@ def test_a_step_that_does_not_fit_is_refused_before_allocation(tiny, monkeypatch
 
 @pytest.mark.slow
 def test_an_evaluation_alone_needs_only_its_own_memory(tiny, monkeypatch):
-    """A mode without training holds only the parameters. An evaluation runs if memory suffices for
-    it; with one byte less it is refused before the parameters are read.
+    """An evaluation runs if memory suffices for it; with one byte less it is refused before the
+    parameters are read.
 
     Break: train.py: steplib.check_peaks(cost, setup["mesh"]) => pass
     """
@@ -3061,8 +2997,8 @@ def parsed(flags):
 
 @pytest.mark.slow
 def test_a_plan_combines_flags_until_the_step_fits(tiny, monkeypatch):
-    """The plan suggests the fewest of 2, 4, 8, ... microbatches that fit. If they are not enough,
-    it adds the flag that helps. The suggestion fits, and it does not fit without its last flag.
+    """The plan suggests the fewest microbatches that fit, or adds the flag that helps; without its
+    last flag it does not fit.
 
     Break: train.py: changed = dataclasses.replace(cfg, **({"epochs": 0.0} | changes)) =>
     changed = cfg
@@ -3084,8 +3020,7 @@ def test_a_plan_combines_flags_until_the_step_fits(tiny, monkeypatch):
 
 
 def test_patterns_select_the_parameter_groups():
-    """The last pattern that matches a parameter wins. A pattern that matches nothing or has no
-    value raises ValueError.
+    """The last pattern that matches a parameter wins; one that matches nothing is an error.
 
     Break: model.py: for text in getattr(cfg, field): => for text in reversed(getattr(cfg, field)):
     """
@@ -3128,8 +3063,8 @@ def test_patterns_select_the_parameter_groups():
     ("loss>0.5", {"step": 20, "loss": 1.0, "stop": "x"}, "loss 1 is above 0.5", 1),
     ("", {"step": 20, "stop": "enough"}, "enough", 0)])
 def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
-    """Each stop condition of a run of 20 steps that started at step 4 gives its reason and exit
-    code. If several apply, the first in a fixed order wins.
+    """Each stop condition gives its reason and exit code; if several apply, the first in a fixed
+    order wins.
 
     Break: config.py: {"<": operator.lt, => {"<": operator.le,
     """
@@ -3146,8 +3081,7 @@ def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
 
 
 def test_a_metric_that_meets_a_stop_condition_once_stops_the_run(tiny):
-    """Metrics are read while the next step runs. The run stops even if the metrics of the next
-    step no longer meet the condition.
+    """A run stops even if the metrics of the step that ran meanwhile no longer meet the condition.
 
     Break: train.py: stop_reason(run, step, progress) or stop => stop_reason(run, step, progress)
     """
@@ -3159,8 +3093,7 @@ def test_a_metric_that_meets_a_stop_condition_once_stops_the_run(tiny):
 
 
 def test_timers_charge_the_innermost_bucket_and_a_resume_adds_to_them(monkeypatch):
-    """Each second is charged to the innermost bucket. A resumed run adds the time up to its
-    checkpoint.
+    """Each second is charged to the innermost bucket, and a resume adds those of its checkpoint.
 
     Break: train.py: progress["timers"]["seconds"][bucket] += seconds => pass
     """
@@ -3256,8 +3189,7 @@ def check_histogram(counts, edges, constant_edges):
 @pytest.mark.slow
 def test_wandb_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny, monkeypatch):
     """Offline, the file holds the losses and histograms, a table with the sample, and the end of
-    the run with exit code 1, under the run_id. Project, entity, group, tags and name are those of
-    wandb's own variables.
+    the run with exit code 1, under the run_id.
 
     Break: train.py: name = os.environ.get("WANDB_NAME") or Path(cfg.out_dir).name =>
     name = Path(cfg.out_dir).name
@@ -3292,8 +3224,8 @@ def test_wandb_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny, 
 
 
 def test_tensorboard_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny):
-    """TensorBoard's own reader finds the losses and histograms, also of a launch that repeats a
-    step, and the sample as an indented block of Markdown. No thread remains that could write more.
+    """TensorBoard's own reader finds losses, histograms and the sample, also of a launch that
+    repeats a step.
 
     Break: train.py: purge_step=row["step"] + 1 => purge_step=None
     """
@@ -3328,9 +3260,8 @@ def test_tensorboard_has_histograms_and_samples_of_a_run_that_an_exception_ends(
 
 @pytest.mark.slow
 def test_a_step_that_runs_out_of_memory_suggests_flags(tiny):
-    """A real process has too little address space for its first step, but enough to compile. It
-    prints one sentence with flags that need less memory, logs an "error" row and exits with 2. It
-    writes a profile of the memory, although --profile does not request one.
+    """A process with too little address space for its first step suggests flags and writes a memory
+    profile.
 
     Break: step.py: if event == "error" and (first or "RESOURCE_EXHAUSTED" in row["error"]): =>
     if event == "error" and first:
@@ -3375,8 +3306,7 @@ def test_processes_that_do_not_share_out_dir_do_not_train(tiny):
 
 @pytest.mark.slow
 def test_two_processes_killed_at_any_moment_end_bit_identical(tmp_path):
-    """tests/stress.py kills one or both of two processes by SIGKILL. The other process ends
-    automatically, and the resumed run is bit-identical to an uninterrupted one.
+    """tests/stress.py kills one or both of two processes; the resumed run is bit-identical.
 
     Break: data.py: return step * batch_size + rows.astype(np.int64) =>
     return step * batch_size + rows.astype(np.int64) + time.time_ns() % 7
@@ -3392,8 +3322,7 @@ def test_two_processes_killed_at_any_moment_end_bit_identical(tmp_path):
 @pytest.mark.parametrize("how, words", [
     ("KILL", ""), ("STOP", ""), ("hang", "_hook.py"), ("data", "")])
 def test_a_process_that_is_lost_ends_the_other(tiny, how, words):
-    """A process is killed, stopped, stuck, or fails in its data. Within a minute the other ends. A
-    stuck process prints where it is stuck. The checkpoints remain.
+    """If a process is killed, stopped, stuck, or fails in its data, the other ends within a minute.
 
     Break: train.py: faulthandler.dump_traceback_later(cfg.peer_timeout_s, exit=True, file=2) =>
     pass
@@ -3450,7 +3379,7 @@ def test_a_disk_that_is_full_for_one_process_fails_one_save(tiny):
 
 @pytest.mark.slow
 def test_processes_with_different_flags_or_data_do_not_train(tiny):
-    """Both print which flag or data differs, exit with 2 and write nothing.
+    """Process 1 prints which flag or data differs; both exit with 2 and write nothing.
 
     Break: train.py: if other[name] != value: => if False:
     """
