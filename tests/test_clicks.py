@@ -245,7 +245,7 @@ def test_validation_data_are_all_files_of_all_globs(planted, tmp_path):
         clicks.open_days(("val",), dataclasses.replace(cfg, val_data=(str(empty),)))
 
 
-@pytest.mark.parametrize("spelled", ["days/day001.npz", "days/../days/day00[1].npz", "link.npz"])
+@pytest.mark.parametrize("spelled", ["days/../days/day00[1].npz", "link.npz"])
 def test_a_day_is_not_in_both_training_and_validation_data(planted, tmp_path, spelled):
     """The same file in --data and --val_data, also by another path or a link, is rejected before
     training.
@@ -262,26 +262,15 @@ def test_a_day_is_not_in_both_training_and_validation_data(planted, tmp_path, sp
 
 @pytest.mark.parametrize("change, words", [
     (dict(label=np.int64([0, 1, 2, 0])), "label 2 of example 2: must be 0 or 1"),
-    (dict(label=np.float64([0, 1, 0.5, 0])), "label 0.5 of example 2: must be 0 or 1"),
-    (dict(label=np.float64([np.nan, 1, 0, 0])), "label nan of example 0: must be 0 or 1"),
     (dict(label=np.int64([[0], [1], [1], [0]])), r"label \(4, 1\): must be \[n\]"),
     (dict(label=np.array(["0", "1", "1", "0"])), "label has dtype <U1: must be numbers"),
     (dict(user=None), "has no 'user'"),
     (dict(user=np.float64([1, 2, np.nan, 4])), "user has dtype float64, such as nan: must be int"),
-    (dict(user=np.float32([1, 2, 3, 4])), "user has dtype float32, such as 1.0: must be integers"),
-    (dict(user=np.array(["ann", "b", "c", "d"])), "user has dtype <U3, such as ann: must be int"),
     (dict(user=np.array([1, None, 2, 3])), "user cannot be read; .*as an array of numbers: Object"),
-    (dict(user=np.ones(4, bool)), "user has dtype bool, such as True: must be integers"),
     (dict(user=np.arange(3)), r"user \(3,\): must be \(4, 1\)"),
     (dict(item=np.int64([1, 2, 3, 99])), "item 99 of example 3: .*below 64,.*--no_hash_ids"),
-    (dict(item=np.int64([1, 2, 3, -1])), "item -1 of example 3: must be at least 0 and below 64"),
-    (dict(dense=np.zeros((4, 3))), r"dense \(4, 3\): must be \(4, 4\)"),
-    (dict(dense=np.full((4, 4), np.nan)), "dense nan of example 0, column 0: must be finite"),
     (dict(dense=np.full((4, 4), 1e99)), "dense 1e.99 of example 0, column 0: must be finite"),
-    (dict(history=np.zeros((4, 5), int)), r"history \(4, 5\): must be \(4, 2\)"),
     (dict(history_n=np.int64([0, 1, 2, 3])), "history_n 3 of example 3: must be from 0 to 2"),
-    (dict(history_n=np.ones((4, 1), int)), r"history_n \(4, 1\): must be \(4,\)"),
-    (dict(history_n=np.ones(4)), "history_n has dtype float64"),
 ])
 def test_a_malformed_day_is_rejected(tmp_path, change, words):
     """The error names the file, the array, its value or dtype, and the rule. Ids beyond NAME_n may
@@ -298,61 +287,48 @@ def test_a_malformed_day_is_rejected(tmp_path, change, words):
     np.savez(tmp_path / "none.npz", **{name: x[:0] for name, x in day.items()})
     assert clicks.read_day(tmp_path / "none.npz", cfg)["history"].shape == (0, 2)
     np.savez(path, **{name: x for name, x in (day | change).items() if x is not None})
-    if "history" in change:
-        cfg = dataclasses.replace(cfg, hash_ids=True)
     with pytest.raises(ValueError, match=f"(?s)day.npz: .*{words}"):
         clicks.read_day(path, cfg)
 
 
-def write_broken_days(folder):
-    """Write files that are no archives, and return {name: words of the error}."""
-    make_clicks.make_day(folder / "good.npz", 300, 0)
-    good = (folder / "good.npz").read_bytes()
-    with zipfile.ZipFile(folder / "zip.npz", "w") as archive:
-        archive.writestr("label", "no array")
-    middle = good.index(b"NUMPY") + 200
-    (folder / "flipped.npz").write_bytes(good[:middle] + b"????" + good[middle + 4:])
-    (folder / "cut.npz").write_bytes(good[: len(good) // 2])
-    (folder / "text.npz").write_text("label,user\n", encoding="utf-8")
-    (folder / "empty.npz").write_bytes(b"")
-    with open(folder / "array.npz", "wb") as file:
-        np.save(file, np.arange(9))
-    not_an_archive = "is no .npz file, or only its beginning; write it again with np.savez"
-    return {"cut": not_an_archive, "text": not_an_archive, "empty": not_an_archive,
-            "array": not_an_archive, "zip": "has no 'category'",
-            "flipped": "[a-z]+ cannot be read; write it again with np.savez"}
-
-
 def test_a_broken_file_is_rejected(tmp_path):
-    """A file that is cut off, corrupted, empty or of another format is an error that names it.
+    """A file that is cut off, corrupted or of another format is an error that names it.
 
     Break: tests/recipes/clicks.py: if not zipfile.is_zipfile(file): => if False:
     """
     cfg = clicks.ClicksConfig(tables=SMALL)
-    for name, words in write_broken_days(tmp_path).items():
+    make_clicks.make_day(tmp_path / "good.npz", 300, 0)
+    good = (tmp_path / "good.npz").read_bytes()
+    assert len(clicks.read_day(str(tmp_path / "good.npz"), cfg)["label"]) == 300
+    with zipfile.ZipFile(tmp_path / "zip.npz", "w") as archive:
+        archive.writestr("label", "no array")
+    middle = good.index(b"NUMPY") + 200
+    (tmp_path / "flipped.npz").write_bytes(good[:middle] + b"????" + good[middle + 4:])
+    (tmp_path / "cut.npz").write_bytes(good[: len(good) // 2])
+    for name, words in (
+            ("cut", "is no .npz file, or only its beginning; write it again with np.savez"),
+            ("zip", "has no 'category'"),
+            ("flipped", "[a-z]+ cannot be read; write it again with np.savez")):
         with pytest.raises(ValueError, match=rf"(?s){name}.npz: .*{words}"):
             clicks.read_day(str(tmp_path / f"{name}.npz"), cfg)
-    assert len(clicks.read_day(str(tmp_path / "good.npz"), cfg)["label"]) == 300
 
 
 def test_a_bad_day_at_the_command_line_has_no_traceback(tmp_path, cache_dir, capsys):
-    """A day with float ids, as pandas makes them of a column with a gap, and a file that is cut
-    off: one sentence and exit code 2, for training and for validation data.
+    """A day with float ids, as pandas makes them of a column with a gap: one sentence and exit code
+    2, for training and for validation data.
 
     Break: train.py: if not is_user_error(e) and not jax.distributed.is_initialized(): => if True:
     """
+    good, bad = str(tmp_path / "good.npz"), str(tmp_path / "gap.npz")
     make_clicks.make_day(tmp_path / "good.npz", 300, 0)
-    day = dict(np.load(tmp_path / "good.npz"))
-    day["user"] = np.where(np.arange(300) == 7, np.nan, day["user"])
-    np.savez(tmp_path / "gap.npz", **day)
-    (tmp_path / "cut.npz").write_bytes((tmp_path / "good.npz").read_bytes()[:900])
+    day = dict(np.load(good))
+    np.savez(bad, **day | {"user": np.where(np.arange(300) == 7, np.nan, day["user"])})
     flags = ["--out_dir", str(tmp_path / "out"), "--cache_dir", cache_dir, "--tables", *SMALL]
-    for name, words in (("gap", "user has dtype float64, such as nan"), ("cut", "is no .npz")):
-        bad, good = str(tmp_path / f"{name}.npz"), str(tmp_path / "good.npz")
-        for files in (["--data", bad], ["--data", good, "--val_data", bad]):
-            assert train.cli([*flags, *files], task=clicks.TASK, kind=clicks.ClicksConfig) == 2
-            error = capsys.readouterr().err
-            assert f"{name}.npz: {words}" in error and "Traceback" not in error
+    for files in (["--data", bad], ["--data", good, "--val_data", bad]):
+        assert train.cli([*flags, *files], task=clicks.TASK, kind=clicks.ClicksConfig) == 2
+        error = capsys.readouterr().err
+        assert "gap.npz: user has dtype float64, such as nan" in error
+        assert "Traceback" not in error
 
 
 @pytest.mark.slow
@@ -400,8 +376,8 @@ def test_an_evaluation_in_microbatches_splits_few_groups(planted, tmp_path):
 
 
 @pytest.mark.parametrize("tables", [
-    ("user",), ("user=abc",), ("user=0",), ("user=-4",), ("user=2^40",), ("user=9", "user=8"),
-    ("item=9",), ("user=9:0",), ("user=9", "label=9"), ()])
+    ("user",), ("user=abc",), ("user=0",), ("user=2^40",), ("user=9", "user=8"), ("item=9",),
+    ("user=9:0",), ("user=9", "label=9")])
 def test_malformed_tables_are_rejected(tables):
     """The error names the value.
 
