@@ -7,13 +7,13 @@ import json
 import logging
 import os
 import re
+import resource
 import runpy
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import types
 import urllib.request
@@ -83,13 +83,13 @@ def names_in(root):
 
 @pytest.mark.parametrize("shape, n", [((4, 2), 8), ((2, 2), 4), ((1, 1), 1)])
 def test_a_tree_comes_back_bit_exact_on_any_mesh(tmp_path, shape, n):
-    """A tree saved from 8 devices is restored onto 8, 4 and 1, and, without a sharding, as NumPy
-    arrays.
+    """A tree saved from 8 devices is restored onto 8, 4 and 1, without a sharding as NumPy arrays,
+    and in another dtype.
 
     Break: ckpt.py: .write(data[part], can_ => .write(0 * data[part], can_
     """
     tree = tree_on((2, 4))
-    ckpt.wait(ckpt.save(tmp_path, 7, tree, {"note": "hello"}))
+    save(tmp_path, 7, tree=tree)
     target = tree_on(shape, n=n)
     back = ckpt.restore(tmp_path, 7, like(target))
     assert equal(back, tree)
@@ -97,7 +97,8 @@ def test_a_tree_comes_back_bit_exact_on_any_mesh(tmp_path, shape, n):
                for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(target)))
     on_no_mesh = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
     assert equal(ckpt.restore(tmp_path, 7, on_no_mesh), tree)
-    assert ckpt.read_meta(tmp_path, 7)["note"] == "hello"
+    narrow = ckpt.restore(tmp_path, 7, {"bias": jax.ShapeDtypeStruct((4,), jnp.bfloat16)})["bias"]
+    assert narrow.dtype == jnp.bfloat16 and narrow.tolist() == [0, 1, 2, 3]
 
 
 def test_restore_without_like(tmp_path):
@@ -151,7 +152,6 @@ def test_large_arrays_are_cut_into_files_of_chunks(tmp_path, monkeypatch):
     """
     assert ckpt._chunk_shape((4096, 8192), 2**22) == [2048, 2048]
     assert ckpt._chunk_shape((), 1) == [] and ckpt._chunk_shape((0, 3), 1) == [1, 3]
-    assert ckpt._chunk_shape((7, 10**8), 2**22)[0] == 7
     monkeypatch.setattr(ckpt, "FILE_BYTES", 2**17)
     monkeypatch.setattr(ckpt, "CHUNK_BYTES", 2**16)
     x = np.arange(2**16, dtype=np.float32).reshape(2**6, -1)
@@ -189,27 +189,6 @@ def test_a_root_may_be_a_relative_path(tmp_path, monkeypatch):
     for root in ("run", "../run", tmp_path / "here" / ".." / "other", "why?"):
         save(root, 1)
         assert ckpt.restore(root, 1, {"a": np.zeros(3)})["a"].min() == 1
-
-
-def test_restore_gives_the_wanted_dtype(tmp_path):
-    """float32 on disk is restored as the nearest bfloat16.
-
-    Break: ckpt.py: return np.asarray(part, dtype) => return part
-    """
-    w = np.linspace(0, 1, 7, dtype=np.float32)
-    save(tmp_path, 1, tree={"w": w})
-    back = ckpt.restore(tmp_path, 1, {"w": jax.ShapeDtypeStruct(w.shape, jnp.bfloat16)})["w"]
-    assert back.dtype == jnp.bfloat16 and np.array_equal(back, w.astype(jnp.bfloat16))
-
-
-def test_each_part_of_an_array_is_written_once(monkeypatch):
-    """An array split two ways and replicated four ways is written as two halves.
-
-    Break: ckpt.py: if shard.replica_id == 0: => if True:
-    """
-    x = tree_on((2, 4), P("a"))["params"]["w"]
-    shards = ckpt._copy_shards({"x": x}, {"x": ckpt._plan_layout(x)})
-    assert [shard["data"].shape for shard in shards] == [(4, 16)] * 2
 
 
 def test_paths_of_parameters_are_theirs_and_their_moments():
@@ -255,27 +234,21 @@ def test_names_and_arrays_that_cannot_be_saved_are_refused(tmp_path, tree, words
     assert names_in(tmp_path) == []
 
 
-def test_steps_and_entries_of_meta_are_checked(tmp_path):
-    """A step is a count, and meta has no reserved key. The error comes before anything is written.
+def test_meta_is_read_as_it_was_written(tmp_path):
+    """Whole numbers as keys become texts, as in JSON; numbers of NumPy and JAX become Python's. A
+    reserved key, and a step that is not a count, are errors before anything is written.
 
     Break: ckpt.py: arrays=layouts, **(meta or {})) => arrays=layouts) | meta
-    """
-    for step in (None, "5", -5):
-        with pytest.raises(ValueError, match="must be a whole number, at least 0"):
-            ckpt.save(tmp_path / "run", step, {"a": np.ones(2)})
-    with pytest.raises(TypeError, match="multiple values for keyword argument"):
-        ckpt.save(tmp_path / "run", 1, {"a": np.ones(3)}, {"step": 2, "arrays": {}, "note": ""})
-    assert not (tmp_path / "run").exists()
-
-
-def test_meta_is_read_as_it_was_written(tmp_path):
-    """Whole numbers as keys become texts, as in JSON; numbers of NumPy and JAX become Python's.
-
-    Break: ckpt.py: meta = json.loads( => str(
     """
     save(tmp_path, 1, meta={"best": {9: np.float32(0.5), 10: jnp.int32(3)}, "n": np.int64(7)})
     meta = ckpt.read_meta(tmp_path, 1)
     assert (meta["best"], meta["n"]) == ({"9": 0.5, "10": 3}, 7)
+    for step in (None, "5", -5):
+        with pytest.raises(ValueError, match="must be a whole number, at least 0"):
+            ckpt.save(tmp_path / "run", step, {"a": np.ones(2)})
+    with pytest.raises(TypeError, match="multiple values for keyword argument"):
+        ckpt.save(tmp_path / "run", 1, {"a": np.ones(3)}, {"step": 2, "arrays": {}})
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_host_array_may_be_overwritten_once_save_returned(tmp_path):
@@ -344,80 +317,41 @@ def test_free_space_is_checked_first(tmp_path, monkeypatch):
     assert names_in(tmp_path) == []
 
 
-def run_code(code, *args):
-    """Run Python code in a separate process, with ckpt and np; return what it prints."""
-    code = f"import json, os, resource, signal, sys\nimport ckpt, numpy as np\n{code}"
-    done = run([sys.executable, "-c", code, *map(str, args)])
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_a_file_that_may_not_grow_is_a_failed_save(tmp_path):
     """RLIMIT_FSIZE: an error, nothing remains, and the next save succeeds.
 
     Break: ckpt.py: f"{step_name}/{save_id}", f"{step_name}/{save_id}.0") => )
     """
-    print(run_code("""
-root, tree = sys.argv[1], {"x": np.ones(2**18)}
-ckpt.wait(ckpt.save(root, 1, tree))
-resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, -1))
-try:
-    ckpt.wait(ckpt.save(root, 2, tree))
-except ValueError as e:
-    assert "older checkpoints are intact" in str(e) and "File too large" in str(e), e
-else:
-    sys.exit("no error")
-assert not os.listdir(f"{root}/000000002"), os.listdir(f"{root}/000000002")
-resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
-ckpt.wait(ckpt.save(root, 2, tree))
-assert ckpt.steps(root) == [1, 2] and not ckpt.verify(root)
-""", tmp_path))
+    tree = {"x": np.ones(2**18)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+    try:
+        with pytest.raises(ValueError, match="older checkpoints are intact: .*File too large"):
+            save(tmp_path, 2, tree=tree)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names_in(tmp_path / "000000002") == []
+    save(tmp_path, 2, tree=tree)
+    assert ckpt.steps(tmp_path) == [2] and not ckpt.verify(tmp_path)
 
 
-@pytest.fixture
-def open_root():
-    """Make a folder that every user may reach and write to."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o777)
-    yield folder
-    shutil.rmtree(folder)
-
-
-def test_what_belongs_to_another_user_is_logged_and_stays_intact(open_root):
-    """Folders that this user may not write to: a save that prunes and a clean-up log them, and a
-    save there fails.
+def test_what_cannot_be_deleted_is_logged_and_stays_intact(tmp_path, monkeypatch):
+    """As in folders of another user, where meta.json may not be deleted: nothing else of the
+    checkpoint is.
 
     Break: ckpt.py: _delete(root, log, f"{folder}/meta.json", *written) =>
     _delete(root, log, *written)
     """
-    run_code("""
-root, tree, logged = sys.argv[1], {"big": np.ones(2**15), "a": np.ones(3)}, []
-ckpt.wait(ckpt.save(root, 1, tree, log=logged.append))
-ckpt.wait(ckpt.save(root, 2, tree, log=logged.append))
-inner = [f"{root}/000000001/{name}" for name in os.listdir(f"{root}/000000001")]
-if os.getuid() == 0:  # the arrays of step 1 may be deleted, its meta.json may not
-    for folder, _, files in [x for path in inner for x in os.walk(path)]:
-        for path in (folder, *(f"{folder}/{name}" for name in files)):
-            os.chown(path, 65534, -1)
-    os.setuid(65534)
-else:
-    os.chmod(f"{root}/000000001", 0o500), os.chmod(f"{root}/000000002", 0o500)
-ckpt.wait(ckpt.save(root, 3, tree, max_to_keep=1, log=logged.append))
-assert ckpt.steps(root) == [1, 2, 3]
-assert len(logged) == 2, logged
-assert all("meta.json could not be deleted: " in t and "denied" in t for t in logged), logged
-assert ckpt.verify(root) == []  # nothing of it has gone
-os.makedirs(f"{root}/000000009/save-0123abcd")
-ckpt.delete_leftovers(root, logged.append)
-assert ckpt.steps(root) == [1, 2, 3] and len(logged) == 2 and "000000009" not in os.listdir(root)
-for folder, step in ((root, 1), (f"{root}/000000001/deeper", 1)):
-    try:
-        ckpt.wait(ckpt.save(folder, step, tree))
-    except ValueError as e:
-        assert "denied" in str(e).lower() and "could not be written" in str(e), e
-    else:
-        sys.exit("no error")
-""", open_root)
+    def deny(path, **kw):
+        raise PermissionError("Permission denied")
+
+    logged = []
+    save(tmp_path, 1, 2)
+    monkeypatch.setattr(Path, "unlink", deny)
+    save(tmp_path, 3, max_to_keep=1, log=logged.append)
+    assert ckpt.steps(tmp_path) == [1, 2, 3] and ckpt.verify(tmp_path) == []
+    logged = [text for text in logged if "meta.json could not be deleted: Perm" in text]
+    assert len(logged) == 2
 
 
 # ---- which checkpoints exist, and for how long
@@ -530,25 +464,6 @@ def test_verify_names_an_error_of_each_checkpoint(tmp_path, monkeypatch, capsys)
     assert len(found) == len(patterns), found
     assert all(re.search(*pair) for pair in zip(patterns, found)), found
     assert capsys.readouterr().out.count(": intact") == 2
-
-
-def test_what_another_process_cannot_read_is_skipped_by_all(tmp_path, monkeypatch):
-    """Process 0 of two, with fixed answers of the other one: of three checkpoints this process
-    cannot read the newest, the other one not the second, and both restore the first.
-
-    Break: ckpt.py: if any_error and not error: => if any_error and error:
-    """
-    tree, logged, of_other = {"a": np.ones(2**15)}, [], [False, True, False]
-    save(tmp_path, 1, 2, 3, tree=tree)
-    harm(tmp_path, 3)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(ckpt, "multihost_utils", types.SimpleNamespace(
-        broadcast_one_to_all=lambda x: x,
-        process_allgather=lambda error: np.array([error, of_other.pop(0)])))
-    assert ckpt.restore_newest(tmp_path, tree, logged.append)[0] == 1 and not of_other
-    assert "000000003: array a is corrupted" in logged[0]
-    assert logged[1:] == [
-        "skipping a corrupted checkpoint: another process could not read checkpoint 2"]
 
 
 def test_corrupted_checkpoints_are_skipped_replaced_and_pruned(tmp_path):
@@ -1123,17 +1038,13 @@ def test_a_missing_bucket_is_an_error(store):
 
     Break: ckpt.py: store.write(f"{save_id}.{rank}", b"begun").result() => pass
     """
-    said = run_code("""
-signal.alarm(30)
-for call in (lambda root: ckpt.wait(ckpt.save(root, 1, {"a": np.ones(2**15)}, log=str)),
-             ckpt.steps):
-    try:
-        call(sys.argv[1])
-    except ValueError as e:
-        print(e)
-""", store.format("nobucket")).splitlines()
-    assert re.search("nobucket/some/run/000000001.* could not be written.*NOT_FOUND", said[0])
-    assert "nobucket/some/run" in said[1] and "cannot be listed: " in said[1], said
+    root = store.format("nobucket")
+    future = ckpt.save(root, 1, {"a": np.ones(2**15)}, log=str)
+    with pytest.raises(ValueError, match=(
+            r"nobucket/some/run/000000001.* could not be written.*NOT_FOUND")):
+        future.result(30)
+    with pytest.raises(ValueError, match="nobucket/some/run.* cannot be listed: "):
+        ckpt.steps(root)
 
 
 # ---- locks of buckets
