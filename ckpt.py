@@ -645,9 +645,9 @@ def _delete_step(root, step, names, log):
     if Path(root, folder).is_symlink():
         _delete(root, log, folder)
         return
-    # Without meta.json the rest is no checkpoint; with it the rest must be complete.
+    # Sorted, meta.json is the first: without it the rest is no checkpoint.
     written = [f"{folder}/{name}" for name in sorted(names) if KNOWN_NAMES.fullmatch(name)]
-    _delete(root, log, f"{folder}/meta.json", *written)
+    _delete(root, log, *written)
     if _is_local(root):
         with contextlib.suppress(OSError):  # it contains files of the user
             os.rmdir(Path(root, folder))
@@ -935,8 +935,8 @@ def replace_file(path, text):
 
 
 # ---- optional
-# Rooms: several processes, one folder for all processes, buckets, locks of buckets, sources of
-# weights, verify, safetensors, exports.
+# Rooms: several processes, buckets, locks of buckets, sources of weights, verify, safetensors,
+# exports.
 
 # ---- several processes
 
@@ -967,39 +967,6 @@ def _wait_for_peers(store, save_id):
             raise TimeoutError(f"processes {unfinished} are not done after {timeout_s} s: have "
                                "they exited, or do they not share this folder?")
         time.sleep(0.05)
-
-
-# ---- one folder for all processes
-
-SHARE_TIMEOUT_S = 5  # how long a process looks for the file of process 0
-
-
-def find_outsiders(root):
-    """The processes that do not find in root a file that process 0 writes to it, the same on every
-    process. root: a folder or a bucket, as in `save`.
-
-    A process looks only once the file is written: an NFS client may cache for half a minute that a
-    file was missing. Raises ValueError when process 0 cannot write.
-    """
-    if jax.process_count() == 1:
-        return []
-
-    def write():
-        name = f".{os.urandom(4).hex()}"
-        _open(root).write(name, b"written").result()
-        return name
-
-    name = broadcast_from_main(write)
-    found = False
-    deadline = time.monotonic() + SHARE_TIMEOUT_S
-    with contextlib.suppress(ValueError, OSError):  # a process that cannot read does not find it
-        while not found and time.monotonic() < deadline:
-            found = bool(_read(_open(root), name))
-            time.sleep(0.1)
-    all_found = multihost_utils.process_allgather(np.array(found))
-    if jax.process_index() == 0:
-        _open(root).write(name, None).result()
-    return np.flatnonzero(~all_found).tolist()
 
 
 # ---- buckets

@@ -163,7 +163,6 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
         setup = setup_run(cfg, task, hooks=hooks)
         cfg, root = setup["cfg"], setup["root"]
         with ckpt.lock_folders(cfg.out_dir, root, print0) as check_lock:
-            check_shared_folders(cfg, root)  # optional: several processes
             observers = make_observers(cfg)
             try:
                 with steplib.explain_oom(partial(memory_advice, setup)):
@@ -2755,18 +2754,6 @@ def merge_requests(polled):
         merged["stop"] = merged["stop"] or found["stop"]
         events.update(found["events"])
     return merged | {"events": sorted(events)}
-
-
-def check_shared_folders(cfg, root):
-    """Raise ValueError in every process if some do not see the folder of the checkpoints. root: of
-    ckpt.ckpt_root.
-    """
-    outsiders = ckpt.find_outsiders(root)
-    if outsiders:
-        field = "ckpt_dir" if cfg.ckpt_dir else "out_dir"
-        raise ValueError(f"{field} {getattr(cfg, field)!r}: processes {outsiders} do not find a "
-                         "file that process 0 writes there; give the whole path of a folder on a "
-                         "disk that all processes share")
 
 
 def restart_watchdog(cfg):

@@ -3285,26 +3285,6 @@ def test_a_step_that_runs_out_of_memory_suggests_flags(tiny):
 # ---- many processes
 
 @pytest.mark.slow
-def test_processes_that_do_not_share_out_dir_do_not_train(tiny):
-    """With a relative out_dir in two current folders, both processes name the one that does not
-    find the file of process 0, and exit with 2 before anything is compiled.
-
-    Break: train.py: outsiders = ckpt.find_outsiders(root) => outsiders = []
-    """
-    cfg = tiny(dp=1, fsdp=2)
-    hook = Path(cfg.out_dir + "_hook.py")
-    hook.write_text("import os, ckpt, jax\nckpt.SHARE_TIMEOUT_S = 0.2\n"
-                    f"folder = {cfg.out_dir!r} + str(jax.process_index())\n"
-                    "os.mkdir(folder)\nos.chdir(folder)\n"
-                    "def nothing(event, value): pass\n")
-    runs = two(cfg, "--out_dir", "relative", "--hooks", f"{hook}:nothing")
-    found = [ended(*run) for run in runs]
-    sentence = "error: out_dir 'relative': processes [1] do not find a file that process 0 writes"
-    for code, output in found:
-        assert code == 2 and sentence in output and "compiling" not in output, output
-
-
-@pytest.mark.slow
 def test_two_processes_killed_at_any_moment_end_bit_identical(tmp_path):
     """tests/stress.py kills one or both of two processes; the resumed run is bit-identical.
 

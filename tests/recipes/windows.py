@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from train import ckpt, config, data
+from train import config, data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +92,6 @@ def in_windows(cfg, size_of, read):
             yet, "" if it was read before or no window ends at this step,
         "restore": continue after these windows, those of a checkpoint.
     """
-    outsiders = ckpt.find_outsiders(cfg.out_dir)
-    if outsiders:
-        raise ValueError(f"out_dir {cfg.out_dir!r}: windows need one that all processes share, "
-                         f"and processes {outsiders} do not")
     windows = {
         "order": [],  # records of the windows begun so far, as in windows.jsonl
         "path": Path(cfg.out_dir) / "windows.jsonl",
