@@ -88,7 +88,6 @@ def test_json_round_trip():
     ('{"stepz": 3, "n_embd": 4, "lr": "fast"}',
      ["nearest: --steps", "'n_embd' (use --d_model)", "lr 'fast': must be of type float"]),
     ('{"mode": "trian"}', ["mode 'trian': must be one of train, eval, sample, plan"]),
-    ('{"on_nonfinite": []}', ["on_nonfinite (): must be one of skip, stop, raise"]),
     ('{"steps": 1.5}', ["steps 1.5: must be of type int"]),
     ('{"steps": true}', ["steps True: must be of type int"]),
     ('{"data": "a.txt"}', ["data 'a.txt': must be of type tuple[str, ...]"]),
@@ -140,7 +139,6 @@ def test_config_files(tmp_path):
      "lr, as 0.1)\n  --no-compile (not needed: steps are always compiled)\n  --block-size (use"),
     ("lr=3 -steps 4 --LR 5", "unknown flag: \n  lr=3 (write --lr 3)\n  -steps (write --steps)\n"
      "  --LR (write --lr)"),
-    ("--qk_norm False", "False: is neither a flag nor the value of one. Switches are"),
     ("config/train.py --lr -5", "config/train.py: is neither a flag nor the value of one."),
     ("--steps 2h30", "--steps: '2h30' is not a number; write 300"),
     ("--sizes 3 2h30", "--sizes: '2h30' is not a number; write 300"),
@@ -352,13 +350,9 @@ def test_intervals(text, wanted):
 # (change of the defaults, part of the error), for 8 devices
 REJECTED = [
     (dict(dp=3, fsdp=1), "mesh dp=3 fsdp=1 ep=1 tp=1 sp=1: must multiply to 8 devices"),
-    (dict(dp=-1, fsdp=-1), "one may be -1"),
     (dict(columns=("body=text",)), "columns ('body=text',): must be NAME=COLUMN, as in text="),
     (dict(columns=("text=a", "text=b")), "must be NAME=COLUMN"),
     (dict(chat="a", prompt="b"), "prompt 'b': only one of prompt, chat and prompts may be set"),
-    (dict(prompts="a.txt", chat="b"), "prompt '': only one of prompt, chat and prompts may be"),
-    (dict(samples_file="a"), "samples_file 'a': has no effect with mode 'train'"),
-    (dict(tp=0), "tp 0: must be at least 1, or -1"),
     (dict(tp=8), "n_heads 4: must be a multiple of tp x sp = 8"),
     (dict(sp=2, seq_len=127), "seq_len 127: must be a multiple of sp = 2"),
     (dict(batch_size=10, grad_accum_steps=2),
@@ -371,24 +365,19 @@ REJECTED = [
     (dict(slices=3), "fsdp 8: must be a multiple of slices = 3"),
     (dict(slices=4, dp=2), "dp 2: must be a multiple of slices = 4"),
     (dict(loss_norm="constant"), "loss_divisor 0.0: must be above 0 with loss_norm constant"),
-    (dict(remat="ful"), "remat 'ful': must be one of none, full"),
     (dict(steps=2**31), "steps 2147483648: must be at least 1, and below 2^31"),
     (dict(checkpoint="newest"), "checkpoint 'newest': must be latest, best, or a step, as in 400"),
-    (dict(checkpoint="best"), "checkpoint 'best': has no effect with mode 'train'"),
     (dict(warmup_steps=1.0), "warmup_steps 1.0: must be below 1, a fraction of"),
     (dict(warmup_steps=2.5), "warmup_steps 2.5: must be below 1, a fraction of"),
     (dict(keep_best="loss"), "keep_best 'loss': must be a metric of evaluations, as val_loss"),
     (dict(keep_best="val_margin"), "keep_best 'val_margin': must be a metric of evaluations"),
     (dict(branch_from="out/default"), "branch_from 'out/default': must be DIR@STEP, as in out/de"),
-    (dict(branch_from="a@best"), "as those of DIR@best, use --init_from"),
     (dict(profile="22:20"), "profile '22:20': must be first:last"),
     (dict(profile="1"), "profile '1': must be first:last, counted from 1, as in 20:22"),
     (dict(lr=-2.0), "lr -2.0: must be at least 0 and finite, or -1 for the default"),
     (dict(weight_decay=float("inf")), "weight_decay inf: must be at least 0, and finite"),
     (dict(b1=1.0), "b1 1.0: must be in [0, 1)"),
     (dict(b1=float("nan")), "b1 nan: must be in [0, 1)"),
-    (dict(top_p=1.5), "top_p 1.5: must be in (0, 1]"),
-    (dict(width_mult=0.0), "width_mult 0.0: must be above 0"),
     (dict(width_mult=0.3), "width_mult 0.3: d_model would be 38.4"),
     (dict(width_mult=1e-12), "width_mult 1e-12: d_model would be 1.28e-10"),
     (dict(seed=2**63), "seed 9223372036854775808: must be below 2^63"),
@@ -397,11 +386,9 @@ REJECTED = [
     (dict(stop=("9", "soon")), "stop 'soon': must be 500 (steps in all), +100 (more steps)"),
     (dict(lr_mult=("embed=fast",)), "lr_mult ('embed=fast',): must be NAME=NUMBER"),
     (dict(decay_mult=("embed=-1",)), "decay_mult ('embed=-1',): must be NAME=NUMBER"),
-    (dict(n_processes=2), "n_processes 2: has no effect with coordinator ''"),
     (dict(coordinator="a:1", n_processes=2, process_id=2),
      "process_id 2: must be below n_processes"),
     (dict(schedule="cosin"), "schedule 'cosin': unknown (nearest: cosine)"),
-    (dict(steps=1.5), "steps 1.5: must be of type int"),
     (dict(out_dir="s3://bucket/run"), "out_dir 's3://bucket/run': must be a folder on this mac"),
     (dict(mode="export"), "export '': must name a folder in mode export"),
 ]
@@ -479,11 +466,8 @@ UNUSED = [
     ("loss_norm", "tokens", dict(loss_divisor=3.0), "constant"),
     ("schedule", "constant", dict(min_lr_frac=0.1), "linear"),
     ("schedule", "linear", dict(decay_frac=0.5), "wsd"),
-    ("schedule", "cosine", dict(poly_power=3.0), "polynomial"),
     ("optimizer", "adafactor", dict(b1=0.5, moment_dtype="bfloat16"), "adamw"),
-    ("optimizer", "adafactor", dict(b2=0.5, eps=1e-6), "muon"),
     ("optimizer", "sgd", dict(b2=0.5, eps=1e-6), "rmsprop"),
-    ("optimizer", "lion", dict(eps=1e-6), "adamw"),
 ]
 
 
@@ -500,17 +484,16 @@ def test_each_unused_field(field, value, others, other_value):
 
     assert rejected(value) == {*others}
     assert rejected(other_value) == set()
-    error = error_of(Config(**{field: value} | others))
-    name = list(others)[-1]
-    assert f"{name} {others[name]!r}: has no effect with {field} {value!r}" in error
 
 
 def test_unused_values_of_a_preset_are_accepted():
-    """A value without an effect is accepted when a preset or a config file has it.
+    """A typed value without an effect is rejected; one of a preset or a config file is accepted.
 
     Break: config.py: return _merge(vars(type(cfg)()), branch, named) => return vars(type(cfg)())
     """
     validate(parse("--config gpt2-124m --epochs 2 --schedule constant"), 1)
+    error = error_of(Config(temperature=0.0, top_k=3))
+    assert "top_k 3: has no effect with temperature 0.0" in error
 
 
 def test_a_new_optimizer_or_schedule_refuses_what_it_does_not_read():
@@ -619,9 +602,8 @@ def test_resuming_over_another_sp_changes_what_experts_drop():
     old = json.loads(config.to_json(experts))
     with pytest.raises(ValueError, match="sp was 1, is 2 .on purpose: --allow_change sp"):
         config.check_resumable(old, experts, {"sp": 1}, {"sp": 2})
-    config.check_resumable(old, experts, {"sp": 2}, {"sp": 2})
-    config.check_resumable(
-        old, dataclasses.replace(experts, allow_change=("sp",)), {"sp": 1}, {"sp": 2})
+    allowed = dataclasses.replace(experts, allow_change=("sp",))
+    config.check_resumable(old, allowed, {"sp": 1}, {"sp": 2})
     unlimited = dataclasses.replace(experts, capacity_factor=0.0)
     config.check_resumable(old | {"capacity_factor": 0.0}, unlimited, {"sp": 1}, {"sp": 2})
 
