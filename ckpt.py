@@ -10,7 +10,6 @@ lists the checkpoints and decides which is the newest.
 """
 import contextlib
 import fcntl
-import fnmatch
 import json
 import os
 import re
@@ -1161,11 +1160,11 @@ def parse_source(text):
     lists = {}
     for name in ("load", "exclude", "rename"):
         lists[name] = [item for item in values[name].split(",") if item]
-    # The path comes first. Options are known, and have a value of their form.
-    is_path = path != "" and (not re.match(r"\w+=", path) or os.path.isdir(path))
+    # There is a path. Options are known, and have a value of their form.
+    is_known = values.keys() == SOURCE_OPTIONS.keys()
     has_answers = {values["strict"], values["dynamic"]} <= {"yes", "no"}
     has_names = lists["load"] and all(":" in rename for rename in lists["rename"])
-    if not (is_path and values.keys() == SOURCE_OPTIONS.keys() and has_answers and has_names):
+    if not (path and is_known and has_answers and has_names):
         raise ValueError(f"init_from {text!r}: must be DIR, DIR@best or DIR@STEP, or within one "
                          "pair of quotes 'DIR load=PATTERNS exclude=PATTERNS rename=SAVED:LOCAL "
                          "strict=yes|no dynamic=yes|no', each option only if needed")
@@ -1267,8 +1266,8 @@ def read_tensors(tensors, pieces, like, unused=()):
     tensors of `open_tensors`.
 
     pieces: {name: ({index: tensor's name}, transposed)}: array[index], transposed or not, is that
-    tensor. unused: patterns of tensors that need not be in pieces. Each process reads only what its
-    devices hold. On devices with their own memory the host needs memory for one array.
+    tensor. unused: ends of the names of tensors that need not be in pieces. Each process reads only
+    what its devices hold. On devices with their own memory the host needs memory for one array.
 
     Raises ValueError that lists all tensors that are missing, unknown or of another shape.
     """
@@ -1280,10 +1279,10 @@ def read_tensors(tensors, pieces, like, unused=()):
         elif tensors[name].shape != shape:
             errors.append(f"{name} is {tensors[name].shape} in the checkpoint, {shape} in this "
                           "model")
-    known = {tensor for names, _ in pieces.values() for tensor in names.values()}
-    for name in sorted(tensors.keys() - known):
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in unused):
-            errors.append(f"{name} is not a tensor of this model")
+    unknown = {name for name in tensors if not name.endswith(unused)}
+    for names, _ in pieces.values():
+        unknown.difference_update(names.values())
+    errors += [f"{name} is not a tensor of this model" for name in sorted(unknown)]
     if errors:
         raise ValueError("the weights do not fit this model\n  " + "\n  ".join(errors))
     arrays = {}

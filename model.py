@@ -1732,7 +1732,7 @@ HF_FUSED_EXPERTS = {
 }
 
 # Tensors of a file that a model does not need: buffers, and a copy of tied embeddings.
-HF_UNUSED = ("*.rotary_emb.inv_freq", "lm_head.weight")
+HF_UNUSED = (".rotary_emb.inv_freq", "lm_head.weight")
 
 # Names of the fields in config.json.
 HF_FIELDS = {

@@ -1079,7 +1079,7 @@ def test_a_bucket_has_one_run_and_its_newest_process(store):
         "path": "my runs/a", "load": ["embed", "layers.*"], "exclude": ["*norm"], "dynamic": True,
         "rename": {"old.": "new.", "x": "y"}}),
     *[(text, None) for text in ("", "out lod=embed", "out strict=maybe", "out rename=old",
-                                "load=a", "out load=")]])
+                                "out load=")]])
 def test_a_source_is_a_path_and_options(text, source):
     """Everything is loaded, strictly and once, unless options say otherwise. The error for a
     malformed text shows the syntax.
