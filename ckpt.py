@@ -895,6 +895,7 @@ def restore_run(root, meta, like, initial, missing, step=None, drops_unknown=Fal
     saved = {path: x for path, x in wanted.items() if path not in absent}
 
     unknown = meta["arrays"].keys() - wanted.keys() - scale
+    unknown = {path for path in unknown if not path.startswith("hooks/")}
     if "opt" not in like:  # a mode that reads the parameters ignores the rest
         unknown = {path for path in unknown if path.startswith("params/")}
     if unknown and not drops_unknown:

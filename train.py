@@ -344,7 +344,7 @@ def start_run(setup, progress, observers, check_lock, state, params):
     log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
     # Give hooks the state that they have saved.
     if meta:
-        log_event("resume", {"step": first_step, "hooks": meta["hooks"]})
+        log_event("resume", {"step": first_step, "hooks": meta["hooks"], "root": start["root"]})
 
     run = setup | {
         "train_data": train_data,
@@ -716,9 +716,9 @@ def save_state(run, state, step, progress, why, kind="save"):
         max_to_keep = 1 if kind == "best" else 0
         keep_period = 0
 
-    # Hooks may skip it, and add their own state to its meta.json.
+    # Hooks may skip it, and add their own state: values to its meta.json, and arrays.
     planned = {"step": step, "kind": kind, "why": why,
-               "path": ckpt.join_path(root, f"{step:09d}"), "hooks": {}}
+               "path": ckpt.join_path(root, f"{step:09d}"), "hooks": {}, "arrays": {}}
     planned = run_before_hooks(run, "save", planned)
     if planned["skip"]:
         return False
@@ -745,6 +745,8 @@ def save_state(run, state, step, progress, why, kind="save"):
         arrays, _ = ckpt.flatten(state)
         unsaved = ckpt.paths_of(run["unsaved"], arrays)
         tree = {path: x for path, x in arrays.items() if path not in unsaved}
+        hook_arrays, _ = ckpt.flatten({"hooks": planned["arrays"]})
+        tree |= hook_arrays
 
         # Where the run stands.
         if cfg.log_every:
@@ -856,11 +858,10 @@ def run_hooks(hooks, event, value):
     """Call every hook(event, value). A result that is not None replaces the value.
 
     Before the loop the events are "loss_fn", "optimizer", "train_step" (what is compiled) and
-    "load" (the first state). In the loop they are "data" and "val_data" (each batch), "state"
-    (after each update) and the rows of log_event: "start", "dispatch", "step", "log", "epoch",
-    "window", "out_of_data", "save", "eval", "sample", "export", "reload", "skip", "nonfinite",
-    "nonfatal_error", "stop", "end". Only hooks get the rows "resume", "before_save", "before_eval",
-    "before_epoch" and "before_window".
+    "load" (the first state). In the loop they are "data" and "val_data" (each batch), "eval_batch"
+    (its sums), "state" (after each update) and the rows of log_event: "start", "dispatch", "step",
+    "log", "epoch", "window", "out_of_data", "save", "eval", "sample", "export", "reload", "skip",
+    "nonfinite", "nonfatal_error", "stop", "end". Only hooks get the rows of HOOK_EVENTS.
     """
     for hook in hooks:
         try:
@@ -1092,8 +1093,10 @@ def run_validation(run, state, step, progress):
         val_data = val_data_at(run, step, progress)
     if not val_data:
         return False
-    n_batches = sum(eval_batches(run, val_data).values())
-    if run_before_hooks(run, "eval", {"step": step, "n_batches": n_batches})["skip"]:
+    planned = {"step": step, "n_batches": sum(eval_batches(run, val_data).values()),
+               "params": state["params"]}
+    planned = run_before_hooks(run, "eval", planned)
+    if planned["skip"]:
         return True
     with timed(timers, "compile"):
         run["programs"]["compile_eval"]()
@@ -1103,7 +1106,7 @@ def run_validation(run, state, step, progress):
         return signal_received(progress)
 
     with timed(timers, "eval"):
-        metrics = evaluate(run, val_data, run["programs"]["eval_step"], state["params"], stopped)
+        metrics = evaluate(run, val_data, run["programs"]["eval_step"], planned["params"], stopped)
         if not metrics:
             return False
         row = run["log_event"]("eval", {"step": step} | metrics)
@@ -1151,6 +1154,11 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
         bar.update()
         return stopped()
 
+    def eval_and_tell(name, params, batch):
+        sums = eval_step(params, batch)
+        row = {"set": name, "params": params, "batch": batch, "sums": sums}
+        return run_hooks(setup["hooks"], "eval_batch", row)["sums"]
+
     # The sums of each set.
     sums_of = {}
     n_examples = 0
@@ -1160,7 +1168,8 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
             regrouped = data.regroup(source, setup["cfg"].batch_size, cfg.batch_size)
             prefetched = data.prefetch(make_batch_at(eval_setup, regrouped), 0, n_batches[name])
             batches = (run_hooks(setup["hooks"], "val_data", batch) for batch, _ in prefetched)
-            sums_of[name] = steplib.evaluate(eval_step, params, batches, stopped_at_batch)
+            sums_of[name] = steplib.evaluate(
+                partial(eval_and_tell, name), params, batches, stopped_at_batch)
             if sums_of[name] is None:
                 return {}
             n_examples += min(n_batches[name] * cfg.batch_size, source["n"])
@@ -1227,7 +1236,7 @@ def end_run(run, state, step, progress, stop):
 
 
 # Rows of these events are for hooks alone.
-HOOK_EVENTS = ("resume", "before_save", "before_eval", "before_epoch", "before_window")
+HOOK_EVENTS = ("resume", "saved", "before_save", "before_eval", "before_epoch", "before_window")
 
 
 def log_row(setup, observers, progress, event, row):
@@ -1338,6 +1347,7 @@ def wait_for_save(run, progress, kind):
     save = progress["pending_saves"].pop(kind)
     with log_errors(run, progress, save["step"], kind):
         ckpt.wait(save["future"])
+        run["log_event"]("saved", {"step": save["step"], "kind": kind})
     # Optional: best checkpoint. One that could not be written is no record.
     if kind == "best" and kind in progress["save_errors"]:
         progress["kept_best"] = best_so_far(run["cfg"], save["step"], run["validation"])

@@ -109,6 +109,45 @@ def test_frozen_parameters_and_a_new_metric(tiny):
     np.testing.assert_allclose(rows["eval"]["val_weight_norm"], norms[4], rtol=1e-5)
 
 
+def test_an_average_of_the_parameters_is_evaluated_and_resumed_on_another_mesh(tiny):
+    """The average in a checkpoint is NumPy's. A run that resumes on two devices continues it. An
+    evaluation has the loss of the averaged parameters, which "eval_batch" adds up to.
+
+    Break: train.py: tree |= hook_arrays => pass
+    """
+    ema = {}
+    losses = []
+    saved = []
+
+    def follow(event, value):
+        if event == "load" and not ema:
+            ema.update({name: np.float64(x) for name, x in value["params"].items()})
+        if event == "state":
+            for name, x in value["params"].items():
+                ema[name] = 0.5 * ema[name] + 0.5 * np.float64(x)
+        if event == "eval_batch":
+            losses.append(value["sums"]["loss"])
+        if event == "eval":
+            total, n = np.float64(losses).sum(axis=0)
+            np.testing.assert_allclose(value["val_loss"], total / n, rtol=1e-6)
+            losses.clear()
+        if event == "saved":
+            saved.append((value["kind"], value["step"]))
+            ckpt.read_meta(cfg.out_dir + "/ckpt", value["step"])  # is whole
+
+    cfg = tiny(steps=8, eval_every=8, save_every=4, dp=1, dtype="float32", stop=("5",))
+    train.main(cfg, [hooks.average_params(0.5), follow])
+    cfg = dataclasses.replace(cfg, dp=2, stop=())
+    summary = train.main(cfg, [hooks.average_params(0.5), follow])
+    assert saved == [("save", 4), ("save", 5), ("save", 8)]
+    like = {"hooks": {"ema": {name: np.zeros(x.shape, np.float32) for name, x in ema.items()}}}
+    kept = ckpt.restore(cfg.out_dir + "/ckpt", 8, like)["hooks"]["ema"]
+    for name, x in ema.items():
+        np.testing.assert_allclose(kept[name], x, rtol=2e-5, atol=1e-7, err_msg=name)
+    again = train.main(dataclasses.replace(cfg, mode="eval"), params=kept)
+    np.testing.assert_allclose(summary["val_loss"], again["val_loss"], rtol=1e-6)
+
+
 def test_a_worker_for_ray_sends_rows_texts_and_errors(tiny, monkeypatch):
     """Without Ray, a worker that is alone trains to step 4 and then, launched again, to step 8. The
     caller gets its rows, its texts and its summary, and an error of the user as one sentence.

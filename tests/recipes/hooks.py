@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks to use or to change: early stopping, an evaluation when the loss jumps, freezing after a
-step, a new metric.
+"""Hooks to use or to change: early stopping, an evaluation when the loss jumps, an average of the
+parameters, freezing after a step, a new metric.
 
 python train.py --hooks tests/recipes/hooks.py:early_stopping tests/recipes/hooks.py:weight_norm
 """
 from fnmatch import fnmatch
 from functools import wraps
 
+import jax
 import jax.numpy as jnp
 import optax
+
+import ckpt
 
 
 def stop_early(patience):
@@ -88,6 +91,33 @@ def weight_norm(event, loss_fn):
     return loss_and_norm
 
 
+def average_params(decay):
+    """Return a hook that evaluates the average of the parameters over about 1 / (1 - decay) steps.
+    Checkpoints have it as hooks/ema; a resumed run, on any mesh, continues to average.
+    """
+    kept = {}
+
+    @jax.jit
+    def add(ema, params):
+        return jax.tree.map(lambda a, b: decay * a + (1 - decay) * b, ema, params)
+
+    def hook(event, value):
+        if event == "load":
+            kept["ema"] = jax.tree.map(jnp.copy, value["params"])
+        if event == "resume":
+            like = {"hooks": kept}
+            kept.update(ckpt.restore(value["root"], value["step"], like)["hooks"])
+        if event == "state":
+            kept["ema"] = add(kept["ema"], value["params"])
+        if event == "before_save" and value["kind"] == "save":
+            return value | {"arrays": value["arrays"] | kept}
+        if event == "before_eval":
+            return value | {"params": kept["ema"]}
+
+    return hook
+
+
 early_stopping = stop_early(patience=3)
 eval_on_jump = evaluate_on_jump(factor=1.5)
+ema = average_params(decay=0.99)
 freeze_embed = freeze_after(step=100, pattern="embed")
