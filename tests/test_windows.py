@@ -188,7 +188,7 @@ def test_waiting_for_a_window(folder, tmp_path, capsys):
 def test_a_file_that_is_still_copied(tmp_path):
     """A file of a growing folder is read once its size has rested, not before.
 
-    Break: tests/recipes/windows.py: return is_old or now - looks[name][1] >= REST_S => return True
+    Break: tests/recipes/windows.py: time.time() - os.path.getmtime(name) < REST_S => REST_S < 0
     """
     folder = tmp_path / "days"
     folder.mkdir()

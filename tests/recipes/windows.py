@@ -99,10 +99,12 @@ def in_windows(cfg, size_of, read):
         "record_of": cache(partial(_window_record, size_of)),
         "read": read,
         "wait_began": {},  # {number of windows begun: time at which none was found after them}
-        "looks": {},  # {name: (size and time of the file, when it was first seen with these)}
     }
     n_first = cfg.windows_per_epoch or None  # None: all
-    _wait_for_writers(cfg, windows)
+    # Wait for those who write the files, but not forever.
+    deadline = time.monotonic() + 2 * REST_S
+    while any(map(_is_new, _unseen_files(cfg, ()))) and time.monotonic() < deadline:
+        time.sleep(0.1)
     first = list(islice(_unseen_windows(cfg, windows, epoch=0, seen=()), n_first))
     if not first:
         raise ValueError(f"data {' '.join(cfg.data) or '(none)'}: no file has an example")
@@ -181,7 +183,7 @@ def _next_window(cfg, windows):
     epoch_is_full = cfg.windows_per_epoch and len(set(seen)) >= cfg.windows_per_epoch
     if not epoch_is_full:
         unseen = _unseen_files(cfg, seen)
-        if unseen and not _has_rested(unseen[0], windows["looks"]):
+        if unseen and _is_new(unseen[0]):
             return None
         window = next(_unseen_windows(cfg, windows, epoch, seen), None)
         if window is not None:
@@ -225,36 +227,16 @@ def _size(name):
     return 0
 
 
-REST_S = 2.0  # how long size and time of a file must stay the same before it is read
+REST_S = 2.0  # how old the last change of a file must be before it is read
 
 
-def _has_rested(name, looks):
-    """Return whether a file has not changed for REST_S: until then somebody may still write it."""
-    try:
-        stat = os.stat(name)
-    except FileNotFoundError:  # it has just been deleted: look again
-        return False
-    state = (stat.st_size, stat.st_mtime_ns)
-    now = time.monotonic()
-    if name not in looks or looks[name][0] != state:
-        if name in looks:
-            tqdm.write(f"{name}: is still being written; waiting until it has rested for "
-                       f"{REST_S:g} s")
-        looks[name] = (state, now)
-    # An old file is taken at once. The clock of its disk may be another one: allow a minute.
-    is_old = time.time() - stat.st_mtime >= 60
-    return is_old or now - looks[name][1] >= REST_S
-
-
-def _wait_for_writers(cfg, windows):
-    """Wait at the start of a run until its files have rested, for at most twice REST_S."""
-    deadline = time.monotonic() + 2 * REST_S
-    while time.monotonic() < deadline:
-        # Look at all of them, so that they rest at the same time.
-        rested = [_has_rested(name, windows["looks"]) for name in _unseen_files(cfg, ())]
-        if all(rested):
-            return
-        time.sleep(0.1)
+def _is_new(name):
+    """Return whether a file has just been changed, so that somebody may still write it. A time in
+    the future is that of a disk with another clock.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return 0 <= time.time() - os.path.getmtime(name) < REST_S
+    return True
 
 
 def _natural_order(name):
