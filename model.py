@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 # V vocabulary, L layers, E experts, 1 a dim of size 1.
 
 BATCH_AXES = ("dp", "fsdp", "ep")  # mesh axes that split the sequences of a batch
-# Mesh axes that split a dense weight, which is gathered where it is used. ep and sp hold no other
-# part of it, so they help.
+# Mesh axes that split a dense weight, which is gathered where it is used. ep and sp would otherwise
+# hold identical copies: splitting over them too saves memory.
 WEIGHT_AXES = ("fsdp", "ep", "sp")
 IGNORE = -100  # label ignored by the loss
 
@@ -182,7 +182,7 @@ def _block(x_BTD, w, attend, attn_inputs, cfg, decoding=False):
     w: the layer's weights, named without the prefix. attend: see _self_attention. decoding: for
     generation: MLPs are not tiled and experts drop no token.
     """
-    x_BTD = checkpoint_name(x_BTD, "block")
+    x_BTD = checkpoint_name(x_BTD, "block")  # a name for remat offload
     with jax.named_scope("attention"):
         y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg)
         y_BTD = _self_attention(y_BTD, w, attend, attn_inputs, cfg)
@@ -381,10 +381,10 @@ def loss_fn(params, batch, cfg, train_keys=None):
     """Sums and counts over the positions with a label: ({name: sum}, {name: count}).
 
     batch has "tokens" and "labels" [B, T]; labels of IGNORE are not counted. "objective" is
-    minimized, divided as cfg.loss_norm says. A fork may add whole sums to sums["objective"]. It
-    adds a term per token in _loss_sums, which weights it by weights_BT. "loss" is the plain
-    cross-entropy in nats; "z" the squared log-partition; "acc" 1 where the label is the likeliest
-    token, 1/n where n tokens tie. Experts add "balance", "router_z" and "dropped"; a document mask
+    minimized, divided as cfg.loss_norm says; "loss" is the plain cross-entropy in nats; "z" the
+    squared log-partition; "acc" 1 where the label is the likeliest token, 1/n where n tokens tie.
+    To change the loss, add a term per token in _loss_sums, which weights it by weights_BT, or a
+    whole sum to sums["objective"] here. Experts add "balance", "router_z" and "dropped"; a document mask
     adds "padding" and "attended_keys".
 
     train_keys: in training, a random key for each row [B], for dropout; None in evaluation.

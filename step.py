@@ -130,7 +130,7 @@ def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
     specs = {}
     if not mesh.empty:
         trained_rows = _trained(table, table)
-        specs = moment_specs(trained_rows, mesh)  # {name: spec}, also split over dp
+        specs = moment_specs(trained_rows, mesh)  # ZeRO-2: a gradient lies where its moment lies
 
     def microbatch_grads(microbatch):
         rows, row_options = microbatch
@@ -404,7 +404,8 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     "state": the state as shapes with shardings;
     "train_step", "eval_step", "init", "digest": functions that lower that program when called (the
     digest is a checksum of the state, logged to compare runs; a restore does not check it);
-    "from_params": a jitted function (key, params=) -> state, which donates params;
+    "from_params": a jitted function (key, params=) -> state, which donates params. Which ones are
+    given is known only at its call;
     "eval_batch": the batch of eval_step, as shapes with shardings;
     "mesh".
     `compile_steps`, under supporting, compiles them; the loop calls its result.

@@ -324,8 +324,9 @@ def test_fused_attention_equals_the_default(T, packed, window):
     q_BNTH, k_BKTH, v_BKTH = (jnp.asarray(rng.normal(size=(2, heads, T, 8)), jnp.float32)
                               for heads in (6, 3, 3))
     attn_inputs = {"segments": segments_BT, "window": window}
-    default, fused = (attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg) for attend in (
-        model._attend_xla, partial(model._attend_cudnn, implementation="xla")))
+    default, fused = (
+        jax.jit(partial(attend, attn_inputs=attn_inputs, cfg=cfg))(q_BNTH, k_BKTH, v_BKTH)
+        for attend in (model._attend_xla, partial(model._attend_cudnn, implementation="xla")))
     np.testing.assert_allclose(fused, default, rtol=0, atol=1e-5)
 
 
