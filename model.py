@@ -383,9 +383,11 @@ def loss_fn(params, batch, cfg, train_keys=None):
     batch has "tokens" and "labels" [B, T]; labels of IGNORE are not counted. "objective" is
     minimized, divided as cfg.loss_norm says; "loss" is the plain cross-entropy in nats; "z" the
     squared log-partition; "acc" 1 where the label is the likeliest token, 1/n where n tokens tie.
+    Experts add "balance", "router_z" and "dropped"; a document mask adds "padding" and
+    "attended_keys".
+
     To change the loss, add a term per token in _loss_sums, which weights it by weights_BT, or a
-    whole sum to sums["objective"] here. Experts add "balance", "router_z" and "dropped"; a document mask
-    adds "padding" and "attended_keys".
+    whole sum to sums["objective"] here.
 
     train_keys: in training, a random key for each row [B], for dropout; None in evaluation.
     """
