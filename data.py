@@ -1724,10 +1724,8 @@ def _likely_width(words):
 def _read_ids(row, tokenizer):
     """The record of a row of token ids. Ids whose attention_mask is 0 are padding."""
     ids = _integers(row, "input_ids")
-    labels = ids if _is_empty(row.get("labels")) else _integers(row, "labels")
-    mask = np.ones_like(ids)
-    if not _is_empty(row.get("attention_mask")):
-        mask = _integers(row, "attention_mask")
+    labels = _integers(row, "labels", ids)
+    mask = _integers(row, "attention_mask", np.ones_like(ids))
     check_ids(ids[None], tokenizer.get("n_ids", tokenizer["vocab_size"]), [{"name": "input_ids"}])
     if not (ids.shape == labels.shape == mask.shape and np.isin(mask, (0, 1)).all()
             and np.all((labels == ids) | (labels == IGNORE))):
@@ -1738,8 +1736,10 @@ def _read_ids(row, tokenizer):
             "n_bytes": len(tokenizer["decode"](ids[is_used]).encode())}
 
 
-def _integers(row, name):
+def _integers(row, name, default=None):
     """A column of a row as a 1-D array of integers."""
+    if default is not None and _is_empty(row.get(name)):
+        return default
     array = np.asarray(_parsed(row[name]))
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise ValueError(f"{name} must be a list of integers: {str(row[name])[:80]}")
@@ -1824,8 +1824,8 @@ def _clean_messages(messages, source):
     source: of the chat template.
     Raises ValueError for a message that has a role out of order, or is refused by `_clean_message`.
     """
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"has no list of messages: {str(messages)[:80]}")
+    if not messages:
+        raise ValueError("has no messages")
     roles = ["system", "developer", "user"]  # of the first message
     cleaned = []
     labelled = []
@@ -1946,17 +1946,9 @@ def _open_chat(messages, tools, tokenizer):
     if tools and not _names(source, "tools"):
         raise ValueError("tools are not known to the chat template; remove them")
     messages, labelled = _clean_messages(messages, source)
-
-    def render(messages, add_generation_prompt=False):
-        with as_value_error("the chat template refuses it", Exception):
-            return template["render"](messages, tools, add_generation_prompt)
-
-    def render_marked(messages):
-        with as_value_error("the chat template refuses it", Exception):
-            return template["render_marked"](messages, tools)
-
+    render = partial(template["render"], tools=tools)
     is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", source)
-    return messages, labelled, render, render_marked if is_marked else None
+    return messages, labelled, render, partial(render, marked=True) if is_marked else None
 
 
 def _check_rendered(render, messages, text):
@@ -2235,7 +2227,7 @@ def read_prompts(path, tokenizer):
     texts = []
     if _file_kind(file).endswith(JSON_FILES):
         for where, row in _json_rows(file):
-            with as_value_error(where, ValueError):
+            with as_value_error(where, ValueError, TypeError):  # no list
                 texts.append(_prompt_of_row(row, tokenizer))
     else:
         with _open_utf8(file) as lines:
@@ -2251,13 +2243,11 @@ def _prompt_of_row(row, tokenizer):
         raise ValueError("must be an object with either a text 'prompt' or a list 'messages': "
                          f"{str(row)[:80]}")
     prompt = messages_in(row.get("prompt") or row.get("messages"))
-    if isinstance(prompt, str) and prompt:
+    if isinstance(prompt, str):
         _check_columns(row, ())
         return prompt
     _check_columns(row, ("system", "tools"))
-    if isinstance(prompt, list):
-        prompt = [*_system_messages(row), *prompt]
-    return chat_prompt(prompt, row.get("tools"), tokenizer)
+    return chat_prompt([*_system_messages(row), *prompt], row.get("tools"), tokenizer)
 
 
 def chat_prompt(messages, tools, tokenizer):
@@ -2286,7 +2276,7 @@ def turn_ends(tokenizer):
     last = {"role": "assistant", "content": "seventeen", "reasoning_content": "primes"}
     try:
         text = template["render"]([question, first, question, last], None)
-    except Exception:  # e.g. a template that needs tools; the declared ends remain
+    except ValueError:  # e.g. a template that needs tools; the declared ends remain
         return set()
     after_thought = text.partition("primes")[2].partition("seventeen")[0]
     ends = [_special_token(text.partition(answer["content"])[2].lstrip(), tokenizer)
@@ -2719,8 +2709,8 @@ def _without_first_space(library, tok):
 
 def _load_chat_template(name):
     """The chat template of a folder, or None: {
-        "render": (messages, tools, add_generation_prompt) -> text,
-        "render_marked": (messages, tools) -> (text, [first, last) of what {% generation %} marks),
+        "render": (messages, tools, add_generation_prompt=False) -> text; with marked=True (text,
+            [first, last) of the characters between its marks {% generation %}),
         "source": tools -> text of the template, without comments,
         "has_date": whether the template may hold today's date}.
 
@@ -2733,23 +2723,18 @@ def _load_chat_template(name):
     if not settings.chat_template:
         return None
 
-    def render_one(messages, tools, add_generation_prompt=False, marked=False):
-        texts, spans = library.utils.chat_template_utils.render_jinja_template(
-            [messages], tools, chat_template=settings.get_chat_template(None, tools),
-            return_assistant_tokens_mask=marked, add_generation_prompt=add_generation_prompt,
-            **settings.special_tokens_map)
-        return texts[0], spans[0] if marked else None
-
-    def render(messages, tools, add_generation_prompt=False):
-        return render_one(messages, tools, add_generation_prompt)[0]
-
-    def render_marked(messages, tools):
-        return render_one(messages, tools, marked=True)
+    def render(messages, tools, add_generation_prompt=False, marked=False):
+        with as_value_error("the chat template refuses it", Exception):
+            texts, spans = library.utils.chat_template_utils.render_jinja_template(
+                [messages], tools, chat_template=settings.get_chat_template(None, tools),
+                return_assistant_tokens_mask=marked, add_generation_prompt=add_generation_prompt,
+                **settings.special_tokens_map)
+        return (texts[0], spans[0]) if marked else texts[0]
 
     def source(tools):
         return re.sub(r"(?s)\{#.*?#\}", "", settings.get_chat_template(None, tools))
 
-    return {"render": render, "render_marked": render_marked, "source": source,
+    return {"render": render, "source": source,
             "has_date": "strftime_now" in str(settings.chat_template)}
 
 

@@ -527,6 +527,9 @@ CHAT_ROWS = {
                                "completion": [said("assistant", "a")]}, "a<|im_end|>"),
     "a prompt of text, messages after it": ({"prompt": "a", "completion": [said("user", "b")]},
                                             "message 1: must have a role of"),
+    "ShareGPT": ({"conversations": [
+        {"from": "system", "value": "be"}, {"from": "human", "value": "low"},
+        {"from": "gpt", "value": "a"}]}, "a<|im_end|>"),
     "ShareGPT in a prompt": ({
         "prompt": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "old"},
                    {"from": "human", "value": "q"}],
@@ -1114,7 +1117,7 @@ def test_prompts_of_a_file(tmp_path):
     answered = json.dumps({"messages": longer[:2]})
     for text, words in (
             ('{"prompt": "a"}\n{"text": "a"}\n', "b.jsonl line 2: must be an object with either"),
-            ('{"prompt": 3}\n', "b.jsonl line 1: has no list of messages: 3"),
+            ('{"prompt": 3}\n', "b.jsonl line 1: Value after * must be an it"),
             ('{"prompt": "a", "system": "b"}', "b.jsonl line 1: no token would hold the column s"),
             (f'{{"prompt": "a"}}\n{answered}\n', "line 2: the last message is the assistant's"),
             ("\n", "b.jsonl': has no prompt")):
