@@ -162,21 +162,6 @@ def test_large_arrays_are_cut_into_files_of_chunks(tmp_path, monkeypatch):
     assert equal(ckpt.restore(tmp_path, 1, {"x": x}), {"x": x})
 
 
-def test_files_cover_an_array_once():
-    """Each element is in one file, in two and three dims, also where the cuts are not even.
-
-    Break: ckpt.py: for others in _file_slices(shape[1:], file[1:]): => for others in [()]:
-    """
-    for shape, file in (((4, 6), (2, 3)), ((5, 3, 4), (2, 3, 3)), ((), ()), ((7,), (3,))):
-        seen = np.zeros(shape, int)
-        indices = list(ckpt._file_slices(shape, file))
-        for index in indices:
-            assert all(part.stop <= n for part, n in zip(index, shape, strict=True))
-            seen[index] += 1
-        assert (seen == 1).all()
-        assert len(indices) == np.prod([-(-n // each) for n, each in zip(shape, file, strict=True)])
-
-
 def test_a_root_may_be_a_relative_path(tmp_path, monkeypatch):
     """A root may be a relative path or contain ".."; in an object store the endpoint stays last.
 
@@ -420,21 +405,6 @@ def test_no_corruption_gives_a_wrong_number(tmp_path, monkeypatch):
     assert errors == {"a", "meta.json", "zarr.json"}
 
 
-def test_a_deleted_file_is_an_error_that_names_its_array(tmp_path):
-    """For every kind of file of a checkpoint, also of zeros.
-
-    Break: ckpt.py: "fill_missing_data_reads": False => "fill_missing_data_reads": True
-    """
-    tree = {"tiny": np.arange(6.0), "zero": np.zeros(2**15)}
-    paths = {"zero/zarr.json": "array zero ", "zero/c/0": "array zero ",
-             "../meta.json": "meta.json"}
-    for path, words in paths.items():
-        save(tmp_path, 0, tree=tree)
-        (data_of(tmp_path, 0) / path).unlink()
-        with pytest.raises(ValueError, match=words):
-            ckpt.restore(tmp_path, 0, tree)
-
-
 def test_verify_names_an_error_of_each_checkpoint(tmp_path, monkeypatch, capsys):
     """Of the parameters saved alone too. The exit code of the command is 1 when one is corrupted.
 
@@ -493,11 +463,11 @@ def test_corrupted_checkpoints_are_skipped_replaced_and_pruned(tmp_path):
     assert ckpt.steps(tmp_path) == [7, 8]
 
 
-def rewrite(root, change, with_checksum):
-    """Change the meta.json of step 1."""
+def rewrite(root, folder, with_checksum):
+    """Change the folder in the meta.json of step 1."""
     path = Path(root) / "000000001/meta.json"
     content = json.loads(path.read_text())
-    change(content["body"], content["body"]["arrays"])
+    content["body"]["folder"] = folder
     if with_checksum:
         text = json.dumps(content["body"], sort_keys=True)
         content["crc32"] = zlib.crc32(text.encode())
@@ -512,16 +482,13 @@ def test_a_corrupted_meta_json_does_not_cost_its_arrays(tmp_path):
     save(tmp_path, 1)
     meta = tmp_path / "000000001/meta.json"
     whole = meta.read_text()
-    rewrite(tmp_path, lambda body, _: body.update(folder="save-00000000"), False)
+    rewrite(tmp_path, "save-00000000", with_checksum=False)
     ckpt.delete_leftovers(tmp_path)
     meta.write_text(whole)
     assert ckpt.verify(tmp_path) == []
 
 
-@pytest.mark.parametrize("change", [
-    lambda body, arrays: body.update(folder="../../outside"),
-    lambda body, arrays: body.update(arrays={"../../../x": arrays["big"]})])
-def test_a_meta_json_that_leads_elsewhere_is_refused(tmp_path, change):
+def test_a_meta_json_that_leads_elsewhere_is_refused(tmp_path):
     """Also with a right checksum: restore and verify refuse it; clean deletes nothing outside.
 
     Break: ckpt.py: if not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]): => if False:
@@ -531,9 +498,9 @@ def test_a_meta_json_that_leads_elsewhere_is_refused(tmp_path, change):
     save(root, 1, tree=tree)
     outside = tmp_path / "outside"
     shutil.copytree(data_of(root, 1), outside)
-    rewrite(root, change, True)
+    rewrite(root, "../../outside", with_checksum=True)
     before = sorted(outside.rglob("*"))
-    with pytest.raises((ValueError, KeyError), match="000000001"):
+    with pytest.raises(ValueError, match="000000001"):
         ckpt.restore(root, 1, tree)
     assert len(ckpt.verify(root)) == 1
     ckpt.delete_leftovers(root)
@@ -646,36 +613,6 @@ def calls_of(trace, root):
     return calls
 
 
-def test_all_is_synced_before_meta_json(trace):
-    """In the system calls of a real process: each file is synced before its rename, its folder
-    after that; the rename of meta.json comes last and is synced before anything is deleted.
-
-    Break: ckpt.py: "file_io_sync": True => "file_io_sync": False
-    """
-    _, after, calls = trace
-    at = calls.index(("rename", ["000000002/meta.json.__lock", "000000002/meta.json"]))
-    synced, unsynced = set(), set()
-    for name, paths in calls[:at]:
-        if "sync" in name:
-            synced.add(paths[0])
-            unsynced.discard(paths[0])
-        elif name.startswith("rename"):
-            assert paths[0] in synced, paths
-            unsynced.add(os.path.dirname(paths[1]))
-        elif name.startswith("mkdir"):
-            unsynced.add(os.path.dirname(paths[0]) or ".")
-        else:
-            assert paths[0].endswith(".__lock"), (name, paths)
-    assert not unsynced and "000000002/meta.json.__lock" in synced
-    data = data_of(after, 2)
-    renamed = {paths[1] for name, paths in calls[:at] if name.startswith("rename")}
-    saved = {str(p.relative_to(after)) for p in data.rglob("*") if p.is_file()}
-    assert len(saved) == 5 and saved <= renamed
-    deleted = [i for i, (name, paths) in enumerate(calls)
-               if i > at and (name.startswith("unlink") or name == "rmdir")]
-    assert ("fsync", ["000000002"]) in calls[at : deleted[0]] and len(deleted) > 9
-
-
 def states(before, calls):
     """Return the sets of files that may exist when a save stops, three for each call: all that it
     did (a kill); only what is synced; that and all deletions (a power loss). A file is (path, age).
@@ -715,7 +652,7 @@ def test_a_stop_at_any_moment_leaves_the_old_or_the_new(trace, tmp_path):
     """A kill or a power loss after each system call of a save that replaces and prunes: the newest
     checkpoint is the old one of that step or the new one, and clean leaves only what it names.
 
-    Break: ckpt.py: _sync(folder) => pass
+    Break: ckpt.py: "file_io_sync": True => "file_io_sync": False
     """
     before, after, calls = trace
     values, seen = [], {}
