@@ -118,7 +118,7 @@ def _write(root, meta, shards, max_to_keep, keep_period, log):
     rank = jax.process_index()
     save_id = meta["folder"]
     step_name = _step_name(meta["step"])
-    path = join_path(root, step_name)
+    path = step_path(root, meta["step"])
     store = None  # TensorStore's key-value store of the checkpoint's folder: keys are file names
     pending = []
     try:
@@ -228,7 +228,7 @@ def read_meta(root, step):
 
     Raises ValueError when meta.json is missing or corrupted, or was written by another version.
     """
-    path = join_path(root, _step_name(step), "meta.json")
+    path = join_path(step_path(root, step), "meta.json")
     try:
         content = json.loads(_read(_open(root, _step_name(step)), "meta.json"))
         meta = content["body"]
@@ -284,7 +284,7 @@ def restore(root, step, like=None, meta=None):
     if like is None:
         like = saved_shapes(meta)
     wanted, treedef = flatten(like)
-    _check_fit(wanted, meta["arrays"], join_path(root, _step_name(step)))
+    _check_fit(wanted, meta["arrays"], step_path(root, step))
     with ThreadPoolExecutor(READERS) as pool:
         leaves = pool.map(partial(_load, root, meta), wanted, wanted.values())
         return jax.tree.unflatten(treedef, leaves)
@@ -294,7 +294,7 @@ def _load(root, meta, name, like):
     """Read the parts of an array that this process needs."""
     layout = meta["arrays"][name]
     shape, dtype = layout["shape"], np.dtype(layout["dtype"])
-    path = join_path(root, _step_name(meta["step"]))
+    path = step_path(root, meta["step"])
     with _explain(f"checkpoint {path}: array {name} is corrupted"):
         if "data" in layout:
             stored = np.ndarray(shape, dtype, bytearray.fromhex(layout["data"]))
@@ -523,6 +523,11 @@ def join_path(root, *names):
     if not _is_local(root):
         return _join_url(root, *names)
     return "/".join([str(root).rstrip("/"), *names])
+
+
+def step_path(root, step):
+    """The path of a checkpoint."""
+    return join_path(root, _step_name(step))
 
 
 def _is_local(root):
@@ -889,17 +894,16 @@ def restore_run(root, meta, like, initial, missing, step=None, drops_unknown=Fal
     """
     wanted, treedef = flatten(like)
     initial, _ = flatten(initial)
-    # A scale of float16 is left over, or begins, where the dtype was changed.
-    scale = {path for path in [*wanted, *meta["arrays"]] if path.startswith("scale/")}
-    absent = paths_of(missing, wanted) | (scale - meta["arrays"].keys())
+    # A scale of float16 is left over, or begins, where the dtype was changed. Hooks read their own.
+    others = {x for x in [*wanted, *meta["arrays"]] if x.startswith(("scale/", "hooks/"))}
+    absent = paths_of(missing, wanted) | (others - meta["arrays"].keys())
     saved = {path: x for path, x in wanted.items() if path not in absent}
 
-    unknown = meta["arrays"].keys() - wanted.keys() - scale
-    unknown = {path for path in unknown if not path.startswith("hooks/")}
+    unknown = meta["arrays"].keys() - wanted.keys() - others
     if "opt" not in like:  # a mode that reads the parameters ignores the rest
         unknown = {path for path in unknown if path.startswith("params/")}
     if unknown and not drops_unknown:
-        raise ValueError(f"checkpoint {join_path(root, _step_name(meta['step']))} has arrays that "
+        raise ValueError(f"checkpoint {step_path(root, meta['step'])} has arrays that "
                          f"this run lacks: {', '.join(sorted(unknown))}; to drop them on purpose: "
                          "--allow_change state")
     try:
@@ -1249,7 +1253,7 @@ def verify(root, log=print):
                 meta = read_meta(folder, step)
                 for name, layout in meta["arrays"].items():
                     _load(folder, meta, name, np.empty(0, layout["dtype"]))
-                log(f"{join_path(folder, _step_name(step))}: intact")
+                log(f"{step_path(folder, step)}: intact")
             except ValueError as e:
                 errors.append(str(e))
     return errors

@@ -718,7 +718,7 @@ def save_state(run, state, step, progress, why, kind="save"):
 
     # Hooks may skip it, and add their own state: values to its meta.json, and arrays.
     planned = {"step": step, "kind": kind, "why": why,
-               "path": ckpt.join_path(root, f"{step:09d}"), "hooks": {}, "arrays": {}}
+               "path": ckpt.step_path(root, step), "hooks": {}, "arrays": {}}
     planned = run_before_hooks(run, "save", planned)
     if planned["skip"]:
         return False
@@ -1078,7 +1078,7 @@ def summary_of_finished(root):
     step, meta = ckpt.newest_meta(root)
     return meta["progress"]["last_metrics"] | {
         "step": step, "exit_code": 0, "reason": "already finished",
-        "checkpoint": ckpt.join_path(root, f"{step:09d}")}
+        "checkpoint": ckpt.step_path(root, step)}
 
 
 # ---- evaluation and end
@@ -1217,7 +1217,7 @@ def end_run(run, state, step, progress, stop):
     # The newest metrics, the time and the checkpoint.
     checkpoint = None
     if progress["saved_step"] == step and "save" not in errors:
-        checkpoint = ckpt.join_path(run["root"], f"{step:09d}")
+        checkpoint = ckpt.step_path(run["root"], step)
     row = dict(progress["last_metrics"])
     if row.get("val_step") == step:
         del row["val_step"]
@@ -2214,9 +2214,8 @@ def best_so_far(cfg, step, validation):
     _, meta = ckpt.newest_meta(root)
     best = meta.get("best", {})
     name = config.parse_best(cfg.keep_best)["name"]
-    if best.get("metric") != name or best["validation"] != validation:
-        return None
-    return best["value"]
+    is_same = best.get("metric") == name and best["validation"] == validation
+    return best["value"] if is_same else None
 
 
 def describe_best(run, progress):

@@ -1945,7 +1945,7 @@ def test_a_resumed_float16_run_is_bit_identical(tiny, tmp_path, monkeypatch):
     """A float16 run that begins after a float32 step and stops between two doublings of its scale
     ends bit-identical.
 
-    Break: ckpt.py: | (scale - meta["arrays"].keys()) => | set()
+    Break: ckpt.py: | (others - meta["arrays"].keys()) => | set()
     """
     monkeypatch.setattr(steplib, "FP16_PATIENCE", 3)
     monkeypatch.setattr(steplib, "FP16_SCALE", 2.0**4)
