@@ -2589,9 +2589,8 @@ def _hf_tokenizer(name, eos_token):
     # The first id that it puts before a text, other than eos, is its bos.
     probe = "a" if eos is None else tok.id_to_token(eos)
     plain_ids = tok.encode(probe, add_special_tokens=False).ids
-    framed_ids = tok.encode(probe).ids
-    first_ids = framed_ids[: framed_ids.index(plain_ids[0])] if plain_ids else framed_ids
-    bos = first_ids[0] if first_ids and first_ids[0] != eos else None
+    first_ids = tok.encode(probe).ids[:1]
+    bos = None if first_ids in ([], [eos], plain_ids[:1]) else first_ids[0]
 
     # BPE without an unknown token drops what it lacks. A name that is no token makes it an error.
     if getattr(tok.model, "unk_token", "") is None:

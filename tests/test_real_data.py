@@ -972,7 +972,7 @@ def test_the_characters_beside_token_files_of_nanogpt(tmp_path, capsys):
 def test_the_begin_token(single, bos, tmp_path):
     """The begin token is what the tokenizer puts before a text; not what it puts after it.
 
-    Break: data.py: framed_ids[: framed_ids.index(plain_ids[0])] => framed_ids[:]
+    Break: data.py: if first_ids in ([], [eos], plain_ids[:1]) => if first_ids == []
     """
     tokenizers = pytest.importorskip("tokenizers")
     tok = make_bpe()
