@@ -1021,7 +1021,7 @@ def test_a_source_is_a_path_and_options(text, source):
     """Everything is loaded, strictly and once, unless options say otherwise. The error for a
     malformed text shows the syntax.
 
-    Break: ckpt.py: values.keys() == SOURCE_OPTIONS.keys() and => True and
+    Break: ckpt.py: is_known = values.keys() == SOURCE_OPTIONS.keys() => is_known = True
     """
     if source is None:
         with pytest.raises(ValueError, match="must be DIR, DIR@best or DIR@STEP, or within one "):
