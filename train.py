@@ -175,11 +175,10 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
                 raise
             finally:
                 faulthandler.cancel_dump_traceback_later()
-                # The folders stay locked until pending saves are written. With several processes
-                # one that has died would never finish its save.
-                if jax.process_count() == 1:
-                    for save in progress["pending_saves"].values():
-                        save["future"].exception()
+                # The folders stay locked until a pending save is written. With several processes
+                # one that has died would never finish it.
+                if jax.process_count() == 1 and progress["pending_save"]:
+                    progress["pending_save"]["future"].exception()
 
 
 def prepare(cfg, hooks, rows=None):
@@ -483,8 +482,8 @@ def init_progress(launched):
         "polled": {"elapsed_s": 0.0, "stop": None, "events": []},
         # Step of the newest save, or None
         "saved_step": None,
-        # {kind: {"step", "future"}} of saves that are being written
-        "pending_saves": {},
+        # The checkpoint that is being written: {"kind", "step", "future"}, or None
+        "pending_save": None,
         # {kind: error} of the newest save or export of each kind, if it failed
         "save_errors": {},
         # Value of the metric keep_best in the best checkpoint, or None
@@ -582,10 +581,9 @@ def train(run, state, progress):
             log_step(run, progress)
             progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s": waited_s}
 
-            # Report the saves that have finished.
-            for kind, save in list(progress["pending_saves"].items()):
-                if save["future"].done():
-                    wait_for_save(run, progress, kind)
+            # Report a save that has finished.
+            if progress["pending_save"] and progress["pending_save"]["future"].done():
+                wait_for_save(run, progress)
     except Exception:
         save_before_error(run, state, progress)
         raise
@@ -603,28 +601,26 @@ def train(run, state, progress):
 
 
 def due_events(run, step, progress):
-    """{event: why} of the events that are due at this step and were not done at it. why: "end"
-    after the last step, the unit of the interval that passed ("step", "epoch", "window" or
-    "second"), or "request".
+    """{event: why} of the events that are due at this step and were not done at it. why: the unit
+    of the interval that passed ("step", "epoch", "window", "second", or "end" after the last step),
+    or "request".
     """
     polled = progress["polled"]
     due = {}
     for event, intervals in run["intervals"].items():
         if step == progress["last_done"].get(event, 0):
             continue
-        reasons = []
-        if "end" in intervals and step >= run["cfg"].steps:
-            reasons.append("end")
-        for unit in ("step", "epoch", "window"):
-            if unit in intervals and has_passed(run, unit, intervals[unit], step):
-                reasons.append(unit)
         if event in polled["events"]:
-            reasons.append("request")
-        elapsed_s = polled["elapsed_s"] - progress["last_done_s"].get(event, 0.0)
-        if elapsed_s >= intervals.get("second", math.inf):
-            reasons.append("second")
-        if reasons:
-            due[event] = reasons[0]
+            due[event] = "request"
+        for unit, n in intervals.items():
+            if unit == "end":
+                is_due = step >= run["cfg"].steps
+            elif unit == "second":
+                is_due = polled["elapsed_s"] - progress["last_done_s"].get(event, 0.0) >= n
+            else:
+                is_due = has_passed(run, unit, n, step)
+            if is_due:
+                due[event] = unit
     # Optional: branches of a run. A branch saves its first state, which the other run may delete.
     if run["is_branch"] and step == run["first_step"]:
         due["save"] = "branch"
@@ -699,7 +695,7 @@ def log_step(run, progress):
 
 
 def save_state(run, state, step, progress, why, kind="save"):
-    """Start to write a checkpoint, once the previous one of its kind is committed. Its meta.json
+    """Start to write a checkpoint, once the previous one is committed. Its meta.json
     has the config, the machine and the position in the data. A hook may skip it: return whether
     it is written.
 
@@ -724,12 +720,9 @@ def save_state(run, state, step, progress, why, kind="save"):
         return False
 
     with timed(timers, "save"):
-        # Wait for the previous save of this kind. A checkpoint that a run resumes from also waits
-        # for the other kinds, since it says that they are done.
+        # Wait for the previous save: this checkpoint says that it is done.
         wait_began = time.perf_counter()
-        for pending in [*progress["pending_saves"]]:
-            if kind in (pending, "save"):
-                wait_for_save(run, progress, pending)
+        wait_for_save(run, progress)
         waited_s = time.perf_counter() - wait_began
 
         # Compute a digest of the state, so that two runs can be compared by a line of text.
@@ -762,7 +755,7 @@ def save_state(run, state, step, progress, why, kind="save"):
         if kind == "best":
             meta["best"] = describe_best(run, progress)
         future = ckpt.save(root, step, tree, meta, max_to_keep, keep_period, print0)
-        progress["pending_saves"][kind] = {"step": step, "future": future}
+        progress["pending_save"] = {"kind": kind, "step": step, "future": future}
         if kind == "save":
             progress["saved_step"] = step
         blocked_s = time.perf_counter() - save_began
@@ -1200,8 +1193,7 @@ def end_run(run, state, step, progress, stop):
     """Log "stop", and "end" with the newest metrics. Return the summary. stop: of stop_reason."""
     cfg, timers = run["cfg"], progress["timers"]
     with timed(timers, "save"):
-        for kind in list(progress["pending_saves"]):
-            wait_for_save(run, progress, kind)
+        wait_for_save(run, progress)
     start_bucket(timers, "other")
 
     # The reason, with the errors of the last save and export.
@@ -1342,9 +1334,12 @@ def completed(run, unit, step):
 # ---- actions of the loop
 
 
-def wait_for_save(run, progress, kind):
-    """Wait until the pending save of this kind is committed. An error is logged."""
-    save = progress["pending_saves"].pop(kind)
+def wait_for_save(run, progress):
+    """Wait until the pending save, if any, is committed. An error is logged."""
+    save, progress["pending_save"] = progress["pending_save"], None
+    if save is None:
+        return
+    kind = save["kind"]
     with log_errors(run, progress, save["step"], kind):
         ckpt.wait(save["future"])
         run["log_event"]("saved", {"step": save["step"], "kind": kind})
@@ -1375,9 +1370,9 @@ def save_before_error(run, state, progress):
         return
     log_step(run, progress)
     step = int(state["step"])
-    is_unsaved = step and progress["saved_step"] != step
-    if is_unsaved and save_state(run, state, step, progress, "error"):
-        wait_for_save(run, progress, "save")
+    if step and progress["saved_step"] != step:
+        save_state(run, state, step, progress, "error")
+        wait_for_save(run, progress)
 
 
 def print_preview(run, params, step, timers):
