@@ -695,9 +695,9 @@ def log_step(run, progress):
 
 
 def save_state(run, state, step, progress, why, kind="save"):
-    """Start to write a checkpoint, once the previous one is committed. Its meta.json
-    has the config, the machine and the position in the data. A hook may skip it: return whether
-    it is written.
+    """Start to write a checkpoint, once the previous one is committed. Its meta.json has the
+    config, the machine and the position in the data. A hook may skip it: return whether it is
+    written.
 
     why: of due_events, "stop", "error", or "best" for an evaluation. kind: "save", or "weights" or
     "best" for the parameters alone.
@@ -1147,7 +1147,7 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
         bar.update()
         return stopped()
 
-    def eval_and_tell(name, params, batch):
+    def eval_with_hooks(name, params, batch):
         sums = eval_step(params, batch)
         row = {"set": name, "params": params, "batch": batch, "sums": sums}
         return run_hooks(setup["hooks"], "eval_batch", row)["sums"]
@@ -1162,7 +1162,7 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
             prefetched = data.prefetch(make_batch_at(eval_setup, regrouped), 0, n_batches[name])
             batches = (run_hooks(setup["hooks"], "val_data", batch) for batch, _ in prefetched)
             sums_of[name] = steplib.evaluate(
-                partial(eval_and_tell, name), params, batches, stopped_at_batch)
+                partial(eval_with_hooks, name), params, batches, stopped_at_batch)
             if sums_of[name] is None:
                 return {}
             n_examples += min(n_batches[name] * cfg.batch_size, source["n"])
@@ -1342,9 +1342,10 @@ def wait_for_save(run, progress):
     kind = save["kind"]
     with log_errors(run, progress, save["step"], kind):
         ckpt.wait(save["future"])
+    if kind not in progress["save_errors"]:
         run["log_event"]("saved", {"step": save["step"], "kind": kind})
     # Optional: best checkpoint. One that could not be written is no record.
-    if kind == "best" and kind in progress["save_errors"]:
+    elif kind == "best":
         progress["kept_best"] = best_so_far(run["cfg"], save["step"], run["validation"])
 
 

@@ -632,8 +632,8 @@ def test_hooks_receive_every_event_and_may_replace_its_value(tiny):
     train.main(tiny(sample_tokens=2), hooks=[hook])
     assert len(batches) == 8 and dispatched == list(range(1, 9))
     assert set(seen) == {"loss_fn", "optimizer", "train_step", "load", "start", "data", "val_data",
-                         "dispatch", "state", "step", "log", "save", "eval", "sample", "stop",
-                         "end", "before_epoch", "before_save", "before_eval"}
+                         "dispatch", "state", "step", "log", "save", "saved", "eval", "eval_batch",
+                         "sample", "stop", "end", "before_epoch", "before_save", "before_eval"}
     assert seen.count("data") == seen.count("step") == seen.count("state") == 8
     assert all(row["extra"] == 1 for row in rows(tiny().out_dir, "eval"))
     saved = arrays(tiny().out_dir)
