@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill processes that save, replace, prune and restore, and corrupt files; count what comes back.
 
-    python tests/stress.py [--kills 500] [--damage 1000] [--run_kills 0] [--calls 0] [--seed 0]
+    python tests/stress.py [--kills 500] [--damage 1000] [--run_kills 0] [--seed 0]
 
 Every number of a saved tree is its n, so a mixture or a wrong number shows. The exit code is 1
 after one, or when less came back than must. One kill in 25 hits one of four processes. This process
 imports JAX and forks, but never starts it, so a fork is safe and quick. --run_kills kills training
-runs of two processes, which must end bit-identical to an undisturbed run. --calls calls one
-compiled step that often from one state, with 1, 2, 4 and 8 threads: the digest of its result must
-always be the same. XLA's default options are counted as well.
+runs of two processes, which must end bit-identical to an undisturbed run.
 """
 import argparse
 import json
@@ -293,66 +291,15 @@ def count_run_kills(n_kills, seed, root):
     return +counts
 
 
-# ---- one step, many times
-
-def call_often(n_calls, n_threads, dtype, with_options, out):
-    """Call one compiled step n_calls times from one state, in a process with n_threads threads for
-    programs of the CPU; write [number of threads that XLA has, {digest: how often}].
-    """
-    os.environ["NPROC"] = str(n_threads)  # XLA asks this before it counts the cores
-    import model
-    import step as steplib
-    if not with_options:
-        steplib.compiler_options = lambda cfg, device: {}
-    cfg = config.derive_text(config.Config(
-        d_model=64, n_layers=1, n_heads=4, vocab_size=128, seq_len=64, batch_size=8, dtype=dtype,
-        fsdp=1, attention="xla", optimizer="adamw"))
-    mesh, shape = steplib.make_mesh(cfg), (cfg.batch_size, cfg.seq_len)
-    tokens = np.random.default_rng(0).integers(0, 128, (2, *shape)).astype(np.int32)
-    batch = {"tokens": jax.numpy.asarray(tokens[0]), "labels": jax.numpy.asarray(tokens[1])}
-    shapes = {name: jax.ShapeDtypeStruct(shape, np.int32, sharding=jax.NamedSharding(mesh, jax.P()))
-              for name in batch}
-    programs = steplib.compile_steps(steplib.lower_steps(
-        cfg, mesh, model.param_table(cfg), model.loss_fn, model.init, shapes))
-    state, counts = programs["init"](jax.random.key(0)), Counter()
-    for _ in range(n_calls):
-        given = jax.tree.map(lambda x: jax.device_put(x, may_alias=False), state)  # it is donated
-        after, metrics = programs["train_step"](given, batch, steplib.lr_at(0, cfg))
-        digest = steplib.digest(programs["digest"](after))
-        counts[f"{digest['params']} {digest['opt']} {float(metrics['loss']).hex()}"] += 1
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    n_found = sum(name.startswith("tf_XLAEigen") for name in names)
-    os.write(out, json.dumps([n_found, counts]).encode())
-
-
-def count_calls(n_calls):
-    counts = Counter()
-    for dtype in ("float32", "mixed"):
-        for n_threads in (1, 2, 4, 8):
-            for with_options in (True, False):
-                found = lines_of(*fork(call_often, n_calls, n_threads, dtype, with_options))
-                assert isinstance(found[0], list), found
-                n_found, digests = found[0]
-                wrong = "WRONG: " if with_options and len(digests) > 1 else ""
-                words = (f"{wrong}calls, {dtype}, {n_found} threads, "
-                         f"{'set' if with_options else 'default'} options: each digest "
-                         f"{sorted(digests.values(), reverse=True)} times")
-                print(words, flush=True)
-                counts[words] += n_calls
-    return counts
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for flag, default in (("--kills", 500), ("--damage", 1000), ("--run_kills", 0),
-                          ("--calls", 0), ("--seed", 0)):
+    for flag, default in (("--kills", 500), ("--damage", 1000), ("--run_kills", 0), ("--seed", 0)):
         parser.add_argument(flag, type=int, default=default)
     args = parser.parse_args()
     ckpt.SMALL_BYTES, ckpt.FILE_BYTES, ckpt.CHUNK_BYTES = 2**10, 2**16, 2**15
     with tempfile.TemporaryDirectory() as root:
         counts = count_kills(args.kills, 1, args.seed, f"{root}/one")
         counts += count_kills(args.kills // 25, 4, args.seed, f"{root}/four")
-        counts += count_calls(args.calls) if args.calls else Counter()
         counts += count_corruptions(args.damage, args.seed, root)
         if args.run_kills:  # last, as nothing may fork once this process read a checkpoint
             counts += count_run_kills(args.run_kills, args.seed, root)

@@ -201,10 +201,6 @@ HUB = {  # config.json files written by transformers 4, and the fields that they
         model_type="llama", hidden_act="silu", hidden_size=4096, intermediate_size=11008,
         num_attention_heads=32, num_hidden_layers=32, rms_norm_eps=1e-06, vocab_size=32000),
         dict(n_kv_heads=32, head_dim=128, rope_theta=1e4, rope_factor=1.0, sliding_window=0)),
-    "Mistral-7B-v0.1": (dict(
-        model_type="mistral", hidden_act="silu", hidden_size=4096, intermediate_size=14336,
-        num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8, rms_norm_eps=1e-05,
-        rope_theta=10000.0, sliding_window=4096, vocab_size=32000), dict(sliding_window=4096)),
     "Qwen2-0.5B": (dict(
         model_type="qwen2", hidden_act="silu", hidden_size=896, intermediate_size=4864,
         max_window_layers=24, num_attention_heads=14, num_hidden_layers=24, num_key_value_heads=2,
