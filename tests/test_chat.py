@@ -57,7 +57,7 @@ def test_a_conversation_in_the_terminal(tiny, tmp_path):
 
     Break: tests/recipes/chat.py: "content": answer}) => "content": ""})
     """
-    chat_folder(tmp_path / "tok", "chatml")
+    chat_folder(tmp_path / "tok")
     answers = {"sky": "the sky is blue", "low": "lower", "sing": "la " * 99}
     chats = [{"messages": [{"role": "user", "content": question},
                            {"role": "assistant", "content": answer}]}

@@ -631,7 +631,7 @@ def test_generation_stops_at_the_end_of_an_answer(tmp_path):
 
     Break: train.py: stops |= data.turn_ends(tokenizer) => pass
     """
-    library = chat_folder(tmp_path / "chats", "chatml")
+    library = chat_folder(tmp_path / "chats")
     path = tmp_path / "chats/generation_config.json"
     path.write_text('{"temperature": 0.6, "eos_token_id": 3}')
     library.eos_token = "<|endoftext|>"  # the end of a document is not that of an answer
@@ -787,7 +787,7 @@ def test_hugging_face_weights_are_evaluated_sampled_and_talked_to(
     sys.path.insert(0, str(ROOT / "tests/recipes"))
     import chat
     folder = tmp_path / "hf"
-    tokenizer = chat_folder(folder, "chatml")
+    tokenizer = chat_folder(folder)
     monkeypatch.setitem(SIZES, "vocab_size", len(tokenizer))
     hf_model = make_hf_model("qwen3", folder)
     (tmp_path / "val.txt").write_text("low lower lowest " * 40)

@@ -2669,7 +2669,7 @@ def test_a_model_tuned_on_chats_answers_in_the_template(tiny, tmp_path):
 
     Break: data.py: start + 1 : stop], IGNORE, labels) => start + 1 : stop], labels, IGNORE)
     """
-    chat_folder(tmp_path / "tok", "chatml")
+    chat_folder(tmp_path / "tok")
     answers = {"sky": "the sky is blue", "low": "lower", "1 + 2": "3", "hi": "hello!"}
     chats = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
              for q, a in answers.items()]
