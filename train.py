@@ -1851,9 +1851,9 @@ def console(cfg):
         elif event == "sample":
             print_samples(row)
         elif event == "save" and row["why"] == "request":
-            print0(f"{format_step(row)}  saved, as requested")
+            print0(f"{format_metrics(row, ['step'])}  saved, as requested")
         elif event in EVENT_LINES:
-            print0(f"{format_step(row)}  {EVENT_LINES[event].format(**row)}")
+            print0(f"{format_metrics(row, ['step'])}  {EVENT_LINES[event].format(**row)}")
         elif event in ("end", "error"):
             bar.close()
         if event == "end":
@@ -1864,6 +1864,7 @@ def console(cfg):
 
 # How the console shows a metric.
 METRIC_FORMATS = {
+    "step": "step {:>6}",
     "loss": "loss {:.4f}",
     "lr": "lr {:.2e}",
     "data_wait_s": "data wait {:.4f} s",
@@ -1898,15 +1899,11 @@ def speed_name(row):
     return next(name for name in reversed(row) if name.endswith("s_per_s"))
 
 
-def format_step(row):
-    return f"step {row['step']:>6}"
-
-
 def format_log_row(row):
-    names = ["loss", "lr", speed_name(row), "data_wait_s", UNLABELLED]
+    names = ["step", "loss", "lr", speed_name(row), "data_wait_s", UNLABELLED]
     if row.get("n_labels") == 0:
         names.remove("loss")  # it is NaN
-    return f"{format_step(row)}  {format_metrics(row, names)}"
+    return format_metrics(row, names)
 
 
 def print_eval_row(row):
@@ -1914,19 +1911,19 @@ def print_eval_row(row):
     long.
     """
     # {name of a set: {metric: value}}; "" is all of them
-    sets = {}
+    sets = {"": {"step": row["step"]}}
     for key, value in numbers(row).items():
         metric, _, name = key.partition("/")
         if metric.startswith("val_") and metric not in HIDDEN_METRICS:
             sets.setdefault(name, {})[metric] = value
-    width = max(map(len, sets), default=0)
+    width = max(map(len, sets))
     for name, values in sets.items():
-        start = f"{'':11}  {name:<{width}}" if name else format_step(row)
-        metrics = sorted(values, key=lambda metric: metric != "val_loss")  # the loss comes first
-        print0(f"{start}  {format_metrics(values, metrics)}")
+        start = f"{'':13}{name:<{width}}  " if name else ""
+        metrics = sorted(values, key=lambda metric: metric not in ("step", "val_loss"))
+        print0(start + format_metrics(values, metrics))
     if row["eval_s"] > LONG_EVAL_S:
         speed = format_metrics(row, [speed_name(row)])
-        print0(f"{'':11}  evaluated in {row['eval_s']:.1f} s, {speed}")
+        print0(f"{'':13}evaluated in {row['eval_s']:.1f} s, {speed}")
 
 
 LONG_EVAL_S = 2.0  # an evaluation that takes longer gets a progress bar, and a line with its speed
@@ -1959,8 +1956,7 @@ def print_summary(row):
     total = sum(seconds.values())
     print0("".join(f"{bucket:>8}" for bucket in seconds) + "  total")
     print0("".join(f"{s / total:8.1%}" for s in seconds.values()) + f"  {total:,.0f} s")
-    names = ["loss", "val_loss", "val_bits_per_byte", "val_step"]
-    print0(f"{format_step(row)}  {format_metrics(row, names)}")
+    print0(format_metrics(row, ["step", "loss", "val_loss", "val_bits_per_byte", "val_step"]))
     if "best_val_loss" in row:
         print0(format_metrics(row, ["best_val_loss", "best_val_step"]))
 

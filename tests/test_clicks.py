@@ -336,8 +336,7 @@ def test_clicks_by_the_line_of_the_readme(tmp_path):
     """Both programs run, with fewer rows, and print the evaluation metrics. A mistyped flag is
     an error of one sentence, without a traceback.
 
-    Break: train.py: metrics = sorted(values, key=lambda metric: metric != "val_loss") =>
-    metrics = ["val_loss"]
+    Break: train.py: metric not in ("step", "val_loss")) => metric != "val_loss")[:2]
     """
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     days, out = str(tmp_path / "days"), str(tmp_path / "out")

@@ -924,7 +924,7 @@ def test_what_observers_and_samples_raise_ends_no_run(tiny, monkeypatch, capsys)
     output = capsys.readouterr().out
     assert output.count("observer ") == 3 and "no sample: " in output
     for words in ("chart.<locals>.observe: at the event log: KeyError: 'no such chart'; it is",
-                  "jsonl.<locals>.observe: at the event log: RecursionError: ",
+                  "jsonl.<locals>.observe: at the event log: ValueError: ",
                   "last.<locals>.observe: at the event end: RuntimeError: too late; it is"):
         assert words in output
     assert calls.count("log") == 1 and calls[-1] == "log"
