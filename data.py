@@ -309,7 +309,7 @@ def open_text(parts, cfg):
     does not come from its files. A validation set without a name is named "".
     A source is {
         "n": number of sequences,
-        "batch": (step, rows) -> batch,
+        "batch": (step, rows) -> batch; of validation data (index, rows, batch_size) -> batch,
         "fingerprint": a text that differs when the tokens do,
         "summary": a text to print,
         "preview": () -> documents to print, see show_examples,
@@ -369,7 +369,8 @@ def _make_source(dataset, build_batch, cfg, tokenizer):
         _check_eval_labels(dataset, cfg)
     return {
         "n": dataset["n"],
-        "batch": lambda step, rows: build_batch(dataset, step, cfg.batch_size, rows=rows),
+        "batch": lambda step, rows, batch_size=cfg.batch_size: build_batch(
+            dataset, step, batch_size, rows=rows),
         "fingerprint": fingerprint(dataset),
         "summary": describe(dataset),
         "preview": lambda: show_examples(dataset, tokenizer),  # optional: examples
@@ -1423,9 +1424,8 @@ def require(module, user):
 
 # ---- optional
 # Mixtures, document mask, packing, token files, rows of token ids, prompts and chats, examples,
-# prompts of samples, file formats, rows from Python, tokenizers, names on the Hub, evaluation
-# batches of another size, custom tasks. A section can be deleted together with the few lines that
-# call it.
+# prompts of samples, file formats, rows from Python, tokenizers, names on the Hub, custom tasks. A
+# section can be deleted together with the few lines that call it.
 
 # ---- mixtures
 
@@ -2838,30 +2838,6 @@ def _fetch_hub(name, patterns):
         return library.snapshot_download(
             hub["repo"], repo_type=hub["kind"], revision=hub["revision"],
             allow_patterns=list(patterns))
-
-
-# ---- evaluation batches of another size
-
-def regroup(source, size, new_size):
-    """The source of an evaluation with batches of `new_size` rows instead of `size`.
-
-    Row r of batch k is example k * size + r, as in eval_batch_at.
-    """
-    if new_size == size:
-        return source
-
-    def batch_at(index, rows):
-        examples = index * new_size + np.asarray(rows, np.int64)
-        batch_of = examples // size
-        pieces = []
-        for i in np.unique(batch_of).tolist():
-            pieces.append(source["batch"](i, examples[batch_of == i] - i * size))
-        joined = {}
-        for name in pieces[0]:
-            joined[name] = np.concatenate([piece[name] for piece in pieces])
-        return joined
-
-    return source | {"batch": batch_at}
 
 
 # ---- custom tasks

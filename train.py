@@ -85,7 +85,8 @@ TEXT = {
     # (parts, cfg) -> {"train": source, "val": {name: source}}; the name of one set may be "". A
     # source is {
     #   "n": number of examples,
-    #   "batch": (step, rows) -> {name: these rows of the batch}, None while the data is missing,
+    #   "batch": (step, rows) -> {name: these rows of the batch}, None while the data is missing;
+    #       of validation data (index, rows, batch_size) -> {name: these rows of the batch},
     #   "fingerprint": a text that must not change between a run and its resumption,
     #   "summary": optional, a text to print}.
     # Sources of data.open_text and of tests/recipes/windows.py have more keys. A validation set ""
@@ -1157,9 +1158,8 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     n_examples = 0
     with eval_bar(sum(n_batches.values())) as bar:
         for name, source in val_data.items():
-            # Optional: evaluation batches of another size.
-            regrouped = data.regroup(source, setup["cfg"].batch_size, cfg.batch_size)
-            prefetched = data.prefetch(make_batch_at(eval_setup, regrouped), 0, n_batches[name])
+            sized = source | {"batch": partial(source["batch"], batch_size=cfg.batch_size)}
+            prefetched = data.prefetch(make_batch_at(eval_setup, sized), 0, n_batches[name])
             batches = (run_hooks(setup["hooks"], "val_data", batch) for batch, _ in prefetched)
             sums_of[name] = steplib.evaluate(
                 partial(eval_with_hooks, name), params, batches, stopped_at_batch)

@@ -358,7 +358,7 @@ def test_an_evaluation_in_microbatches_splits_few_groups(planted, tmp_path):
     """Examples sorted by group stay neighbours in each microbatch, so four microbatches divide at
     most three groups. Batches of another size have no microbatches: there they are in order.
 
-    Break: tests/recipes/clicks.py: (rows % A) * (cfg.batch_size // A) + rows // A => rows
+    Break: tests/recipes/clicks.py: (rows % A) * (batch_size // A) + rows // A => rows
     """
     day = str(tmp_path / "days/day000.npz")
     cfg = planted(1, 300, data=(), val_data=(day,), batch_size=64)

@@ -160,24 +160,6 @@ def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
 # ---- batches of another size
 
 
-@pytest.mark.parametrize("size, new_size", [(8, 24), (24, 8), (10, 4), (6, 6)])
-def test_a_regrouped_source_has_the_same_examples(size, new_size):
-    """Row r of a new batch k is example k * new_size + r, for any rows of it.
-
-    Break: data.py: examples[batch_of == i] - i * size => examples[batch_of == i] - i
-    """
-    def batch(index, rows):
-        assert ((rows >= 0) & (rows < size)).all()
-        return {"x": index * size + rows, "y": np.outer(index * size + rows, [1, 2])}
-
-    source = data.regroup({"n": 50, "batch": batch}, size, new_size)
-    for index in range(6):
-        for rows in (np.arange(new_size), np.arange(new_size)[1::3]):
-            found = source["batch"](index, rows)
-            np.testing.assert_array_equal(found["x"], index * new_size + rows)
-            np.testing.assert_array_equal(found["y"], np.outer(found["x"], [1, 2]))
-
-
 def test_an_evaluation_batch_must_fit_the_mesh_and_keeps_the_divisor_of_a_sequence():
     """--eval_batch_size must be a multiple of the devices that split rows, whatever the number of
     microbatches. With loss_norm constant, each sequence counts as in training.

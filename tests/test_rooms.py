@@ -46,8 +46,7 @@ FEATURES = {
     "optimizer in host memory": {"step.py": ["optimizer in host memory"]},
     "weight statistics": {"step.py": ["weight statistics"]},
     "evaluation batches of another size": {
-        "config.py": ["evaluation batches of another size"],
-        "data.py": ["evaluation batches of another size"]},
+        "config.py": ["evaluation batches of another size"]},
     "mixtures": {"data.py": ["mixtures"]},
     "examples": {"data.py": ["examples"]},
     "names on the Hub": {"data.py": ["names on the Hub"], "train.py": ["names on the Hub"]},
@@ -80,7 +79,6 @@ EDITS = {
     ],
     "evaluation batches of another size": [
         ("train.py", 'config.evaluation_config(setup["cfg"])', 'setup["cfg"]'),
-        ("train.py", 'data.regroup(source, setup["cfg"].batch_size, cfg.batch_size)', "source"),
     ],
     "examples": [
         ("data.py", '        "preview": lambda: show_examples(dataset, tokenizer),  '

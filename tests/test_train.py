@@ -2524,11 +2524,11 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
         sources = data.open_text(parts, cfg)
         val = sources["val"][""]
 
-        def batch(index, rows):
+        def batch(index, rows, batch_size):
             if index == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)  # time for the signal thread
-            return val["batch"](index, rows)
+            return val["batch"](index, rows, batch_size)
 
         return sources | {"val": {"": val | {"batch": batch}}}
 

@@ -401,10 +401,10 @@ def open_val(names, day_of, cfg):
     ends = np.cumsum([len(order) for order in orders])
     n = int(ends[-1])
 
-    def batch(index, rows):
+    def batch(index, rows, batch_size=cfg.batch_size):
         # A step puts row b into microbatch b mod A. Give each microbatch neighbours.
         A = 1 if cfg.eval_batch_size else cfg.grad_accum_steps
-        positions = index * cfg.batch_size + (rows % A) * (cfg.batch_size // A) + rows // A
+        positions = index * batch_size + (rows % A) * (batch_size // A) + rows // A
         # Read day by day, in ascending order of positions. Beyond the end repeat the last example.
         by_position = positions.argsort()
         ascending = np.minimum(positions[by_position], n - 1)

@@ -77,8 +77,8 @@ def open_digits(parts, cfg):
         i = data.examples_at(step, cfg.batch_size, len(x), cfg.seed, rows)
         return {"image": x[i], "label": y[i]}
 
-    def val_batch(index, rows):
-        i, valid = data.eval_examples_at(index, cfg.batch_size, len(val_x), rows)
+    def val_batch(index, rows, batch_size):
+        i, valid = data.eval_examples_at(index, batch_size, len(val_x), rows)
         return {"image": val_x[i], "label": np.where(valid, val_y[i], -1)}
 
     return {"train": {"n": len(x), "batch": train_batch, "fingerprint": "sklearn digits"},

@@ -307,8 +307,8 @@ def open_pairs(parts, cfg):
         examples = data.examples_at(step, cfg.batch_size, n_train, cfg.seed, rows)
         return build_batch(pairs, reference, cfg.seq_len, n_val + examples)
 
-    def val_batch(index, rows):
-        examples, valid = data.eval_examples_at(index, cfg.batch_size, n_val, rows)
+    def val_batch(index, rows, batch_size):
+        examples, valid = data.eval_examples_at(index, batch_size, n_val, rows)
         return build_batch(pairs, reference, cfg.seq_len, examples, valid)
 
     sources = {

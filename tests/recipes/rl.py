@@ -89,8 +89,8 @@ def open_questions(parts, cfg):
         examples = asked.repeat(cfg.group_size)[rows]
         return ask(examples, np.ones(len(rows), bool))
 
-    def val_batch(index, rows):
-        return ask(*data.eval_examples_at(index, cfg.batch_size, n, rows))
+    def val_batch(index, rows, batch_size):
+        return ask(*data.eval_examples_at(index, batch_size, n, rows))
 
     return {"train": {"n": n, "batch": train_batch, "fingerprint": "sums of digits"},
             "val": {"": {"n": n, "batch": val_batch, "fingerprint": "sums of digits"}}}
