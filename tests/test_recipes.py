@@ -30,6 +30,21 @@ RESUMED = "from its own checkpoint, at step 4\n"
 NO_DATA = "data 'missing.txt': no such file"
 
 
+def saved_arrays(out):
+    root = Path(out) / "ckpt"
+    like = {name: np.zeros(d["shape"], d["dtype"])
+            for name, d in ckpt.read_meta(root, ckpt.latest(root))["arrays"].items()}
+    return ckpt.restore(root, ckpt.latest(root), like)
+
+
+def kill_at(step):
+    """Return a hook that kills the process with SIGKILL at the metrics of `step`."""
+    def hook(event, value):
+        if event == "step" and value["step"] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return hook
+
+
 @pytest.mark.slow
 def test_digits(tmp_path, cache_dir, monkeypatch):
     """An image classifier over 8 devices exceeds 95% validation accuracy. Its field is a flag with
