@@ -253,7 +253,7 @@ def run_shell(folder, command):
     calls = [PLAIN_CALL.fullmatch(part) for part in command.split(" && ")]
     env = {"HOME": str(folder.parent / "home"), "PYTHONDONTWRITEBYTECODE": "1",
            "XLA_FLAGS": re.sub(r"--xla_force_host\S+", "", os.environ["XLA_FLAGS"])}
-    if all(calls) and "--hooks" not in command:
+    if all(calls) and "--hooks" not in command and "--help" not in command:
         with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
             patch.setenv("HOME", env["HOME"])
             for call in calls:
