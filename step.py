@@ -465,7 +465,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 #
 # Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
 # parts of the state, shapes and slices, compilation, devices, memory, digest of the state,
-# utilization, peak figures of devices, description of the machine.
+# peak figures of devices, description of the machine.
 
 
 # ---- schedules
@@ -942,21 +942,6 @@ def digest(sums):
             text.update(f"{name} {named[name].tolist()}\n".encode())
         digests[part] = text.hexdigest()
     return digests
-
-
-# ---- utilization
-
-def utilization(flops, units_per_s, n_devices, peak_tflops):
-    """{"model_tflops_per_device", "mfu"} of a run.
-
-    flops: of the model for one unit (a token, an example). peak_tflops: of one device, or None when
-    unknown. "mfu" is the fraction of it, or None.
-    """
-    model_tflops = flops * units_per_s / n_devices / 1e12
-    mfu = None
-    if peak_tflops:
-        mfu = model_tflops / peak_tflops
-    return {"model_tflops_per_device": model_tflops, "mfu": mfu}
 
 
 # ---- peak figures of devices

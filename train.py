@@ -1632,7 +1632,9 @@ def throughput(run, step, timers, means):
     if task["flops"]:
         flops, _ = task["flops"](means, cfg)  # of one unit
         peak_tflops, _ = steplib.peaks(jax.devices()[0].device_kind)
-        row |= steplib.utilization(flops, units_per_s, jax.device_count(), peak_tflops)
+        tflops = flops * units_per_s / jax.device_count() / 1e12
+        row["model_tflops_per_device"] = tflops
+        row["mfu"] = tflops / peak_tflops if peak_tflops else None
     return row
 
 

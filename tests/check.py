@@ -24,10 +24,19 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import train  # isort: skip  sets the allocator before JAX starts its threads
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from train import steplib
 
 PARTS = {
     "speed": "tokens/s and MFU of named shapes, against the plan",
@@ -392,13 +401,8 @@ def look_at_machine():
 
 def look():
     """Describe devices, driver, versions and flags."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    import jax
-
-    import train
     device = jax.devices()[0]
-    platform = train.steplib.platform(device)
+    platform = steplib.platform(device)
     versions = {}
     for package in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "optax",
                     "numpy", "tensorstore", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"):
@@ -406,12 +410,12 @@ def look():
             versions[package] = version(package)
     flags = {name: value for name, value in os.environ.items()
              if name.startswith(("XLA_", "JAX_", "NCCL_", "LIBTPU_"))}
-    figures = train.steplib.describe_machine(device)
+    figures = steplib.describe_machine(device)
     figures |= {
         "kind": device.device_kind,
         "platform": platform,
         "n_devices": len(jax.devices()),
-        "default_dtype": train.steplib.choose_dtype("auto", platform),
+        "default_dtype": steplib.choose_dtype("auto", platform),
         "python": sys.version.split()[0],
         "versions": versions,
         "flags": flags,
@@ -438,8 +442,6 @@ def cache_dir():
 
 def rates():
     """Measure a large matrix product and a large copy: what this device reaches at all."""
-    import jax
-    import jax.numpy as jnp
     on_cpu = jax.devices()[0].platform == "cpu"
     n, dtype, n_bytes = (2048, jnp.float32, 2**28) if on_cpu else (8192, jnp.bfloat16, 2**32)
     keys = jax.random.split(jax.random.key(0))
@@ -453,7 +455,6 @@ def rates():
 
 def seconds_of(f, *args, n=10):
     """The median seconds of a call, of 10 calls in a row each."""
-    import jax
     jax.block_until_ready(f(*args))
     times = []
     for _ in range(5):
@@ -467,9 +468,6 @@ def seconds_of(f, *args, n=10):
 
 def setup_of(shape):
     """train.setup_run of a shape on one device, with the config of a command line."""
-    import jax
-
-    import train
     flags = dict((SHAPES | CPU_SHAPES)[shape])
     preset = train.config.PRESETS.get(flags.pop("config", None), {})
     cfg = train.config.Config(**(preset | flags), out_dir="", cache_dir=cache_dir(), fsdp=1,
@@ -479,8 +477,6 @@ def setup_of(shape):
 
 def random_batch(setup):
     """A batch of random tokens: the speed of a dense model does not depend on them."""
-    import jax
-    import numpy as np
     rng = np.random.default_rng(0)
     batch = {}
     for name, x in setup["batch"].items():
@@ -491,10 +487,6 @@ def random_batch(setup):
 
 def speed(shape):
     """Measure the speed and the peak memory of a shape, and compare both with the plan."""
-    import jax
-
-    import train
-    steplib = train.steplib
     setup = setup_of(shape)
     cfg, mesh = setup["cfg"], setup["mesh"]
     device = mesh.devices.flat[0]
@@ -608,13 +600,10 @@ BACKWARD = ("unembed", "final_norm", "layers.w_down", "layers.w_up", "layers.w_g
             "layers.wq", "layers.wk", "layers.attn_norm", "embed")
 
 
-def small_setup(case, hooks=(), **changes):
-    """train.setup_run of the small model, on one device."""
-    import jax
-
-    import train
+def small_setup(case, hooks=(), n_devices=1, **changes):
+    """train.setup_run of the small model, on the first devices."""
     cfg = train.config.Config(**(SMALL | CASES[case] | changes), cache_dir=cache_dir())
-    return train.setup_run(cfg, devices=jax.devices()[:1], hooks=hooks)
+    return train.setup_run(cfg, devices=jax.devices()[:n_devices], hooks=hooks)
 
 
 def make_batch(sizes):
@@ -622,7 +611,6 @@ def make_batch(sizes):
 
     sizes: a dict with the fields of a config.
     """
-    import numpy as np
     shape = (sizes["batch_size"], sizes["seq_len"])
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(0, sizes["vocab_size"], shape).astype(np.int32)
@@ -638,7 +626,6 @@ def make_batch(sizes):
 
 def put_batch(setup, values):
     """The arrays of a batch on the devices of a run."""
-    import jax
     return {name: jax.device_put(x, setup["batch"][name].sharding) for name, x in values.items()}
 
 
@@ -646,9 +633,6 @@ def make_references():
     """Compute loss and gradients of each case in float64 on the CPU, by a definition of the model
     that shares no code with model.py, operation by operation.
     """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
     assert jax.config.jax_enable_x64 and jax.devices()[0].platform == "cpu"
     for case in CASES:
         setup = small_setup(case, dtype="float32")
@@ -681,8 +665,6 @@ def define_loss(params, batch, cfg):
     """(objective, cross-entropy) of a batch by the definition of the model, in the dtype of
     the parameters.
     """
-    import jax
-    import jax.numpy as jnp
     tokens = batch["tokens"]
     labels = batch["labels"]
     B, T = tokens.shape
@@ -743,10 +725,6 @@ def define_loss(params, batch, cfg):
 
 def recording(optimizer):
     """The optimizer with the gradient of the last step in its state."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
     def init(params):
         return {"inner": optimizer.init(params), "grads": jax.tree.map(jnp.zeros_like, params)}
 
@@ -764,13 +742,9 @@ def record_gradients(event, value):
 
 def small_step(case, dtype, attention, **changes):
     """Take one compiled step; return {"loss", "norm", "lr", "grads", "old", "new", "cfg"}."""
-    import jax
-    import numpy as np
-
-    import train
     setup = small_setup(case, (record_gradients,), dtype=dtype, attention=attention, **changes)
-    steps = train.steplib.lower_steps(*train.step_args(setup))
-    programs = train.steplib.compile_steps(steps)
+    steps = steplib.lower_steps(*train.step_args(setup))
+    programs = steplib.compile_steps(steps)
     saved = np.load(reference_path(case))
     old = {}
     params = {}
@@ -779,7 +753,7 @@ def small_step(case, dtype, attention, **changes):
         params[name] = jax.device_put(old[name], x.sharding)
     state = programs["from_params"](jax.random.key(0), params=params)
     batch = put_batch(setup, make_batch(SMALL | CASES[case]))
-    state, metrics = programs["train_step"](state, batch, train.steplib.lr_at(0, setup["cfg"]))
+    state, metrics = programs["train_step"](state, batch, steplib.lr_at(0, setup["cfg"]))
     return {"loss": float(metrics["loss"]), "norm": float(metrics["grad_norm"]),
             "lr": float(metrics["lr"]), "grads": jax.device_get(state["opt"]["grads"]), "old": old,
             "new": jax.device_get(state["params"]), "cfg": setup["cfg"]}
@@ -792,7 +766,6 @@ def numbers(dtype, attention):
 
 def numbers_by_remat(dtype, attention):
     """Compare the step under each remat policy with float64."""
-    import train
     variants = [("plain", {"remat": remat}) for remat in train.model.REMAT if remat != "none"]
     yield from compare_steps(dtype, attention, variants)
 
@@ -821,7 +794,6 @@ def against_float64(name, case, found, precision):
     """The record of one step: loss and gradients against the reference, and the moves of the
     parameters against AdamW in float64 from the step's own gradients.
     """
-    import numpy as np
     saved = np.load(reference_path(case))
     loss_error = abs(found["loss"] / float(saved["loss"]) - 1)
     # A factor of all gradients changes only their norm before clipping.
@@ -862,7 +834,6 @@ def worst_of(what, errors, bound):
 
 def relative_error(found, expected):
     """|found - expected| / |expected| in float64, by the 2-norm."""
-    import numpy as np
     if found.dtype.itemsize < 4:  # NumPy does not convert bfloat16 to float64
         found = np.asarray(found, np.float32)
     difference = np.linalg.norm(np.ravel(np.float64(found) - np.float64(expected)))
@@ -871,13 +842,8 @@ def relative_error(found, expected):
 
 def known_forms():
     """Evaluate expressions that some version of XLA got wrong on some device, against NumPy."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import train
     device = jax.devices()[0]
-    options = train.steplib.compiler_options(train.config.Config(), device)
+    options = steplib.compiler_options(train.config.Config(), device)
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -918,8 +884,6 @@ def known_forms():
 
 
 def round_bfloat16(x):
-    import jax.numpy as jnp
-    import numpy as np
     return np.float64(np.asarray(x, np.float32).astype(jnp.bfloat16).astype(np.float32))
 
 
@@ -959,16 +923,12 @@ def repeat_step(how, n_calls):
     option, _, n_threads = how.partition("=")
     if option == "threads" and hasattr(os, "sched_setaffinity"):  # before JAX makes its threads
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(n_threads)])
-    import jax
-    import jax.numpy as jnp
-
-    import train
     changes = {}
     if jax.devices()[0].platform == "cpu":
         changes = FAST
     setup = small_setup("plain", **changes, deterministic=option == "deterministic")
-    steps = train.steplib.lower_steps(*train.step_args(setup))
-    programs = train.steplib.compile_steps(steps)
+    steps = steplib.lower_steps(*train.step_args(setup))
+    programs = steplib.compile_steps(steps)
     batch = put_batch(setup, make_batch(SMALL | CASES["plain"] | changes))
     initial = programs["init"](jax.random.key(0))
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -976,7 +936,7 @@ def repeat_step(how, n_calls):
     began = time.monotonic()
     while n_done < int(n_calls) and time.monotonic() - began < SECONDS:
         state, _ = programs["train_step"](
-            copy(initial), batch, train.steplib.lr_at(0, setup["cfg"]))
+            copy(initial), batch, steplib.lr_at(0, setup["cfg"]))
         digest = jax.device_get(programs["digest"](state))
         n_done += 1
         if first is None:
@@ -1006,15 +966,12 @@ def no_mesh():
 
 def mesh():
     """Train three steps on one device and on all of them along each axis; compare the losses."""
-    import jax
-
-    import train
     n = len(jax.devices())
     sizes = dict(batch_size=2 * n, seq_len=32 * n, grad_accum_steps=1, n_heads=n, n_kv_heads=n,
                  head_dim=16, dtype="float32", attention="xla")
-    dense = three_losses(mesh_setup(sizes, {}, 1))
-    experts = three_losses(mesh_setup(sizes | {"n_experts": n}, {}, 1))
-    for axis in train.steplib.AXES:
+    dense = three_losses(small_setup("plain", **sizes))
+    experts = three_losses(small_setup("plain", **sizes, n_experts=n))
+    for axis in steplib.AXES:
         if axis == "ep":
             changes = {"n_experts": n}
             expected = experts
@@ -1023,7 +980,7 @@ def mesh():
             expected = dense
         try:
             # One axis has all devices, also if it is fsdp.
-            setup = mesh_setup(sizes | changes, {"fsdp": 1} | {axis: n}, n)
+            setup = small_setup("plain", n_devices=n, **sizes | changes | {axis: n})
         except ValueError as e:  # a mesh that this model cannot have
             yield record("SKIP", f"{axis} {n}", str(e).splitlines()[0])
             continue
@@ -1033,28 +990,15 @@ def mesh():
         yield checked(f"{axis} {n}", error, 1e-5, text)
 
 
-def mesh_setup(sizes, axes, n_devices):
-    """train.setup_run of a model on the first devices."""
-    import jax
-
-    import train
-    fields = SMALL | CASES["plain"] | sizes | axes
-    return train.setup_run(train.config.Config(**fields, cache_dir=cache_dir()),
-                           devices=jax.devices()[:n_devices])
-
-
 def three_losses(setup):
     """The losses of three steps."""
-    import jax
-
-    import train
-    steps = train.steplib.lower_steps(*train.step_args(setup))
-    programs = train.steplib.compile_steps(steps)
+    steps = steplib.lower_steps(*train.step_args(setup))
+    programs = steplib.compile_steps(steps)
     batch = random_batch(setup)
     state = programs["init"](jax.random.key(0))
     losses = []
     for i in range(3):
-        lr = train.steplib.lr_at(i, setup["cfg"])
+        lr = steplib.lr_at(i, setup["cfg"])
         state, metrics = programs["train_step"](state, batch, lr)
         losses.append(float(metrics["loss"]))
     return losses
@@ -1069,7 +1013,6 @@ def resume():
     """Kill a run with SIGKILL, resume it, and compare its last checkpoint with that of a run that
     nobody killed.
     """
-    import train
     folder = Path(os.environ["CHECK_SCRATCH"], "resume")
 
     def launch(name):
@@ -1123,7 +1066,6 @@ def resume():
 
 def different_arrays(found, expected):
     """The names of the arrays of two checkpoints that are not bit-identical."""
-    import train
     found, _ = train.ckpt.flatten(found)
     expected, _ = train.ckpt.flatten(expected)
     names = sorted(found.keys() | expected.keys())
