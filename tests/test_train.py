@@ -201,7 +201,7 @@ def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch):
     """metrics.jsonl has the tokens, times and rates that follow from a simulated clock and 8
     devices of 2 TFLOP/s.
 
-    Break: step.py: flops * units_per_s / n_devices / 1e12 => flops * units_per_s / 1e12
+    Break: train.py: flops * units_per_s / jax.device_count() / 1e12 => flops * units_per_s / 1e12
     """
     monkeypatch.setattr(steplib, "peaks", lambda kind: (2.0, None))
     monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=70_000))
