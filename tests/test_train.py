@@ -1715,7 +1715,8 @@ def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
         for name, row in run["table"].items()}}
     programs = {"state": like, "from_params": lambda key, params: ("from", key, params),
                 "init": lambda key: ("init", key)}
-    meta = {"config": dataclasses.asdict(run["cfg"]), "data": {"fingerprint": "of it"}, "sources": []}
+    meta = {"config": dataclasses.asdict(run["cfg"]), "data": {"fingerprint": "of it"},
+            "sources": []}
 
     def filled(step):
         return jax.tree.map(lambda x: np.full(x.shape, step, x.dtype), like)
