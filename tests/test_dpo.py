@@ -16,11 +16,10 @@ import pytest
 
 import ckpt
 import config
-import data
 import model
 import train
 from conftest import ROOT
-from test_real_data import SIMPLE_TEMPLATE, save_folder
+from test_real_data import chat_tokenizer, write_rows
 from test_recipes import kill_at, saved_arrays
 
 sys.path.insert(0, str(ROOT / "tests/recipes"))
@@ -192,36 +191,34 @@ PROMPT = [{"role": "user", "content": "low"}, {"role": "assistant", "content": "
           {"role": "user", "content": "more"}]
 
 
-@pytest.mark.parametrize("row", [
-    {"prompt": PROMPT, "chosen": CHOSEN, "rejected": REJECTED},
-    {"chosen": PROMPT + CHOSEN, "rejected": PROMPT + REJECTED},
-    {"prompt": PROMPT, "chosen": PROMPT + CHOSEN, "rejected": PROMPT + REJECTED},
-    {"prompt": PROMPT[:2], "chosen": PROMPT[2:] + CHOSEN, "rejected": PROMPT[2:] + REJECTED},
-    {"prompt": "more", "chosen": PROMPT + CHOSEN, "rejected": PROMPT + REJECTED},
-    {name: json.dumps(x) for name, x in dict(
-        prompt=PROMPT, chosen=CHOSEN, rejected=REJECTED).items()},
-    {name: [{"from": message["role"], "value": message["content"]} for message in x]
-     for name, x in dict(prompt=PROMPT, chosen=CHOSEN, rejected=REJECTED).items()},
-], ids=["apart", "together", "repeated", "history", "a question", "JSON", "ShareGPT"])
-def test_rows_of_messages(row, tmp_path):
+def test_rows_of_messages(tmp_path):
     """A pair may be two conversations, with the prompt apart or within. Labels are the answers of
     the assistant after the prompt, each with its end.
 
     Break: tests/recipes/dpo.py: common = prompt + common => pass
     """
-    pytest.importorskip("transformers")
-    tokenizer = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    cfg = dpo.DpoConfig(seq_len=200, tokenizer=tokenizer)
-    (chosen, rejected), = dpo.read_pairs((str(path),), cfg)
-    decode = data.make_tokenizer(tokenizer)["decode"]
+    tokenizer = chat_tokenizer(tmp_path / "t")
+    decode = tokenizer["decode"]
+    apart = {"prompt": PROMPT, "chosen": CHOSEN, "rejected": REJECTED}
+    rows = [
+        apart,
+        {"chosen": PROMPT + CHOSEN, "rejected": PROMPT + REJECTED},
+        {"prompt": PROMPT, "chosen": PROMPT + CHOSEN, "rejected": PROMPT + REJECTED},
+        {"prompt": PROMPT[:2], "chosen": PROMPT[2:] + CHOSEN, "rejected": PROMPT[2:] + REJECTED},
+        {"prompt": "more", "chosen": PROMPT + CHOSEN, "rejected": PROMPT + REJECTED},
+        {name: json.dumps(messages) for name, messages in apart.items()},
+        {name: [{"from": message["role"], "value": message["content"]} for message in messages]
+         for name, messages in apart.items()},
+    ]
+    path = write_rows(tmp_path / "pairs.jsonl", rows)
+    pairs = dpo.read_pairs((str(path),), dpo.DpoConfig(seq_len=200, tokenizer=tokenizer["name"]))
     start = ("<|im_start|>user\nlow<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n"
              "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")
-    assert decode(chosen[0]) == start + "lower<|im_end|>\n"
-    assert decode(chosen[0][chosen[1]]) == "lower<|im_end|>"
-    assert decode(rejected[0][rejected[1]]) == "lowest<|im_end|>low<|im_end|>"
-    batch = dpo.build_batch([(chosen, rejected)], np.zeros((1, 2), np.float32), 200, [0])
+    for row, (chosen, rejected) in zip(rows, pairs, strict=True):
+        assert decode(chosen[0]) == start + "lower<|im_end|>\n", row
+        assert decode(chosen[0][chosen[1]]) == "lower<|im_end|>", row
+        assert decode(rejected[0][rejected[1]]) == "lowest<|im_end|>low<|im_end|>", row
+    batch = dpo.build_batch(pairs, np.zeros((len(rows), 2), np.float32), 200, [0])
     labels = batch["labels"][0, 1]
     assert decode(labels[labels != model.IGNORE]) == "lowest<|im_end|>low<|im_end|>"
 
@@ -231,10 +228,9 @@ def test_conversations_without_a_difference(tmp_path):
 
     Break: tests/recipes/dpo.py: if not is_label.any(): => if False:
     """
-    pytest.importorskip("transformers")
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(json.dumps({"chosen": PROMPT + CHOSEN, "rejected": PROMPT + CHOSEN}) + "\n")
-    cfg = dpo.DpoConfig(tokenizer=save_folder(tmp_path / "t", SIMPLE_TEMPLATE))
+    path = write_rows(tmp_path / "pairs.jsonl", [
+        {"chosen": PROMPT + CHOSEN, "rejected": PROMPT + CHOSEN}])
+    cfg = dpo.DpoConfig(tokenizer=chat_tokenizer(tmp_path / "t")["name"])
     with pytest.raises(ValueError, match="line 1: chosen has no label: it needs"):
         dpo.read_pairs((str(path),), cfg)
 
@@ -243,7 +239,6 @@ def test_conversations_without_a_difference(tmp_path):
     ('{"prompt": "a", "chosen": "b"}', "rejected is None; must be a text or a list"),
     ('{"chosen": "a", "rejected": "b"}', "prompt is missing beside answers of text"),
     ('{"prompt": "a", "chosen": 3, "rejected": "c"}', "chosen is 3; must be a text"),
-    ('{"prompt": 7, "chosen": "b", "rejected": "c"}', "prompt is 7; must be a text"),
     ('{"prompt": "a", "chosen": "b", "rejected": ""}', "rejected is ''"),
     ('{"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "c"}]}',
      "rejected: messages need a chat template"),

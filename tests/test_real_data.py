@@ -1189,26 +1189,6 @@ def test_a_template_with_the_date_of_today(tmp_path, monkeypatch):
     assert f"may hold the date, {time.strftime('%Y-%m-%d')}" in data.fingerprint(dataset)
 
 
-def test_special_tokens_in_a_text(tmp_path):
-    """A special token that is written out in a text becomes its id in each kind of tokenizer.
-
-    Break: data.py: allowed_special="all" => disallowed_special=()
-    """
-    tiktoken = pytest.importorskip("tiktoken")
-    tok = make_bpe()
-    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", None, tok))
-    assert tokenizer["encode"]("low<|im_end|>")[-1] == tok.token_to_id("<|im_end|>")
-    ranks = {bytes([i]): i for i in range(256)}
-    encoding = tiktoken.Encoding(
-        "t", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
-    tiktoken.registry.ENCODINGS["t"] = encoding
-    try:
-        tokenizer = data.make_tokenizer("tiktoken:t")
-    finally:
-        del tiktoken.registry.ENCODINGS["t"]
-    assert tokenizer["encode"]("a<|endoftext|>").tolist() == [97, 256]
-
-
 def test_weights_without_a_tokenizer_json(tmp_path):
     """Weights whose folder has no tokenizer.json are not tuned on bytes: the error says how to make
     one. Token files need no tokenizer, and a model of 256 tokens reads bytes.
