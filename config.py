@@ -519,7 +519,7 @@ def _choose_out_dir(cfg, typed):
     typed: {field: value} of the flags. Modes that read a run take the newest one in RUNS_DIR when
     no flag defines a run.
     """
-    if "out_dir" in typed:
+    if typed.get("out_dir"):
         return cfg.out_dir
     # A file of --config or a recipe may set the folder. A variant of a run gets one of its own.
     is_variant = _has_config_of_run(cfg) and _defining_changes(cfg)

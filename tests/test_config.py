@@ -166,7 +166,7 @@ def test_flags():
     assert cfg == Config(
         steps=2048, warmup_steps=0.5, seed=32, qk_norm=False, data=("a", "b"), on_nonfinite="skip",
         out_dir="out/data=a+b,no_qk_norm,warmup_steps=0.5,on_nonfinite=skip,seed=32")
-    assert parse("") == Config(out_dir="out/default")
+    assert parse("") == parse("--out_dir ''") == Config(out_dir="out/default")
     wanted = config.PRESETS["gpt2-124m"] | dict(
         steps=7, config="gpt2-124m", out_dir="out/gpt2-124m")
     for text in ("--config=gpt2-124m --steps=7",
