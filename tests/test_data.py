@@ -721,6 +721,20 @@ def test_text_is_tokenized_once(tmp_path):
     assert bytes(tokenized(path, folder=folder)["shards"][0]["tokens"]) == b"\0the other text\0"
 
 
+def test_the_folder_of_tokens(tmp_path, monkeypatch):
+    """It is token_cache, or data in cache_dir, or data in out_dir where cache_dir is none or cannot
+    be written.
+
+    Break: data.py: home = cfg.out_dir => home = home or "elsewhere"
+    """
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    for token_cache, cache_dir, wanted in (
+            ("t", "c", "t"), ("", "c", "c/data"), ("", "", "o/data"), ("", "file/c", "o/data")):
+        cfg = config.Config(token_cache=token_cache, cache_dir=cache_dir, out_dir="o")
+        assert data._token_cache_folder(cfg) == wanted
+
+
 def test_a_file_in_both(tmp_path):
     """A file that is both training and validation data, or in two datasets of a mixture, is
     refused, by whatever path it is named.
