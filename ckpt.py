@@ -321,7 +321,9 @@ def _plan_layout(x):
     if x.nbytes <= SMALL_BYTES and not is_split:
         return layout | {"data": np.asarray(x).tobytes().hex()}
     # A file lies within one shard, so that one process writes it.
-    shard_shape = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
+    shard_shape = x.shape
+    if isinstance(x, jax.Array):
+        shard_shape = x.sharding.shard_shape(x.shape)
     file = _chunk_shape(shard_shape, FILE_BYTES // x.dtype.itemsize)
     chunk = _chunk_shape(file, CHUNK_BYTES // x.dtype.itemsize)
     return layout | {"file": file, "chunk": chunk}
@@ -984,14 +986,13 @@ def _bucket_kvstore(root, *names):
     kind, _, rest = url.partition("://")
     bucket, *folders = rest.rstrip("/").split("/")
     path = "/".join([*folders, *names, ""])
-    if kind == "gs":
-        return {"driver": "gcs", "bucket": bucket, "path": path, "gcs_request_retries": RETRIES}
-    if kind == "s3":
-        spec = {"driver": "s3", "bucket": bucket, "path": path, "s3_request_retries": RETRIES}
-        if endpoint:
-            spec["endpoint"] = endpoint
-        return spec
-    raise ValueError(f"{root}: must be a folder, gs://bucket/path or s3://bucket/path")
+    if kind not in ("gs", "s3"):
+        raise ValueError(f"{root}: must be a folder, gs://bucket/path or s3://bucket/path")
+    driver = "gcs" if kind == "gs" else "s3"
+    spec = {"driver": driver, "bucket": bucket, "path": path, f"{driver}_request_retries": RETRIES}
+    if endpoint:
+        spec["endpoint"] = endpoint
+    return spec
 
 
 def _join_url(root, *names):
