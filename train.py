@@ -285,7 +285,7 @@ def start_run(setup, progress, observers, check_lock, state, params):
     # Find out where the initial state comes from.
     start = choose_start(setup, train_data, state, params)
     resumes = bool(start["meta"]) and not start["is_branch"]
-    if resumes and is_finished(cfg, start["meta"]):
+    if resumes and is_finished(cfg, start["meta"], validation):
         print0(f"{cfg.out_dir} is finished, at step {start['meta']['step']}. To train further: "
                "more --steps or --epochs; from an earlier step: --branch_from DIR@STEP. To start "
                "again: --resume overwrite, or another --out_dir. To export it: --mode export "
@@ -1043,6 +1043,8 @@ def restore_progress(progress, step, meta, validation):
         progress["last_done"] = saved["last_done"]
         progress["requests"].update(saved["requests"])
         # What was measured on other validation data no longer counts.
+        if saved["validation"] != validation:
+            progress["last_done"].pop("eval", None)
         for name, value in saved["last_metrics"].items():
             if saved["validation"] == validation or not name.startswith(("val_", "best_val_")):
                 progress["last_metrics"][name] = value
@@ -1059,12 +1061,15 @@ def mark_done(progress, event, step):
     progress["saved_step"] = None
 
 
-def is_finished(cfg, meta):
-    """Whether nothing is left to do after the checkpoint with this meta."""
+def is_finished(cfg, meta, validation):
+    """Whether nothing is left to do after the checkpoint with this meta. Other validation data is
+    evaluated. validation: of describe_validation.
+    """
     last_done = meta["progress"]["last_done"]
     at_end = [event for event, intervals in event_intervals(cfg).items() if "end" in intervals]
     is_done = all(last_done.get(event) == cfg.steps for event in at_end)
-    return meta["step"] > cfg.steps or is_done
+    is_evaluated = meta["progress"]["validation"] == validation
+    return meta["step"] > cfg.steps or (is_done and is_evaluated)
 
 
 def summary_of_finished(root):

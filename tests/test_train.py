@@ -2194,7 +2194,8 @@ def test_an_error_in_an_evaluation_saves_first(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_the_best_checkpoint_belongs_to_its_validation_data(tiny, tmp_path):
-    """With other validation data, or another number of batches, the best values begin again.
+    """With other validation data, or another number of batches, the best values begin again. A run
+    that is finished evaluates the other data.
 
     Break: train.py: and best["validation"] == validation => and True
     """
@@ -2208,6 +2209,9 @@ def test_the_best_checkpoint_belongs_to_its_validation_data(tiny, tmp_path):
     assert ckpt.steps(Path(tiny().out_dir) / "ckpt" / "best") == [8]
     cfg = tiny(**base | {"eval_batches": 1}, steps=9, val_data=(f"{tmp_path}/hard.txt",))
     assert train.main(cfg)["best_val_step"] == 9
+    assert train.main(cfg)["reason"] == "already finished"
+    again = train.main(dataclasses.replace(cfg, eval_batches=2))
+    assert (again["reason"], again["val_n_labels"]) == ("all 9 steps are done", 256)
 
 
 @pytest.mark.slow
