@@ -152,10 +152,9 @@ def test_a_missing_run_lists_the_nearest(tmp_path, monkeypatch, capsys):
     save_config("out/lr=0.1")
     save_config("out/seed=1")
     assert train.cli(["--mode", "eval", "--lr", "0.2"]) == 2
-    assert train.cli(["--branch_from", "out/lr=0.3@4", "--sample_tokens", "0"]) == 2
     errors = capsys.readouterr().err
     assert "mode eval: out/lr=0.2/ckpt holds no checkpoint; name the --out_dir" in errors
-    assert errors.count("; runs in out: lr=0.1; seed=1") == 2
+    assert "; runs in out: lr=0.1; seed=1" in errors
 
 
 # ---- going on with a run
