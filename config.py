@@ -144,6 +144,9 @@ class Config:
     norm_eps: PosFloat = 1e-6  # constant added to the mean square in RMSNorm
     qk_norm: bool = True  # RMSNorm on each query and key head
     qkv_bias: bool = False  # biases of the query, key and value projections
+    # RMSNorm of what attention and MLP return in place of what they get; qk_norm is then over all
+    # heads together, as in OLMo 2
+    post_norm: bool = False
     tie_embeddings: bool = True  # one matrix for embedding and logits
     # how many tokens a query attends to, itself included; 0: all before it
     sliding_window: NonNegInt = 0

@@ -81,7 +81,10 @@ def param_table(cfg):
     # Experts: a router, and rows of the MLP with one more dim.
     if cfg.n_experts:
         table |= _expert_rows(table, cfg)
-    if cfg.qk_norm:
+    if cfg.qk_norm and cfg.post_norm:
+        table["layers.q_norm"] = dict(shape=(L, N * H), spec=P(None, "tp"), init=ones)
+        table["layers.k_norm"] = dict(shape=(L, K * H), spec=P(None, "tp"), init=ones)
+    elif cfg.qk_norm:
         table["layers.q_norm"] = dict(shape=(L, H), spec=P(), init=ones)
         table["layers.k_norm"] = dict(shape=(L, H), spec=P(), init=ones)
     if cfg.qkv_bias:
@@ -184,14 +187,20 @@ def _block(x_BTD, w, attend, attn_inputs, cfg, decoding=False):
     """
     x_BTD = checkpoint_name(x_BTD, "block")  # a name for remat offload
     with jax.named_scope("attention"):
-        y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg)
+        y_BTD = x_BTD
+        if not cfg.post_norm:
+            y_BTD = _rms_norm(y_BTD, w["attn_norm"], cfg)
         y_BTD = _self_attention(y_BTD, w, attend, attn_inputs, cfg)
+        if cfg.post_norm:
+            y_BTD = _rms_norm(y_BTD, w["attn_norm"], cfg)
         if "dropout_keys" in w:  # dropout, in training
             y_BTD = _dropout(y_BTD, w["dropout_keys"][0], cfg)
         # This constraint forces the all-reduce over tp here; over sp the sequence stays split.
         x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
     with jax.named_scope("mlp"):
-        y_BTD = _rms_norm(x_BTD, w["mlp_norm"], cfg)
+        y_BTD = x_BTD
+        if not cfg.post_norm:
+            y_BTD = _rms_norm(y_BTD, w["mlp_norm"], cfg)
         router_stats = {}
         # Experts, or a long sequence in tiles; by default all at once.
         if cfg.n_experts:
@@ -200,6 +209,8 @@ def _block(x_BTD, w, attend, attn_inputs, cfg, decoding=False):
             y_BTD = _mlp_in_tiles(y_BTD, w, cfg)
         else:
             y_BTD = _mlp(y_BTD, w, cfg)
+        if cfg.post_norm:
+            y_BTD = _rms_norm(y_BTD, w["mlp_norm"], cfg)
         if "dropout_keys" in w:  # dropout, in training
             y_BTD = _dropout(y_BTD, w["dropout_keys"][1], cfg)
         x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
@@ -253,10 +264,13 @@ def _self_attention(x_BTD, w, attend, attn_inputs, cfg):
         q = (q + w["bq"][None, None]).astype(q.dtype)
         k = (k + w["bk"][None, None]).astype(k.dtype)
         v = (v + w["bv"][None, None]).astype(v.dtype)
+    if cfg.qk_norm and cfg.post_norm:  # over all heads together
+        q = _rms_norm(q, w["q_norm"], cfg)
+        k = _rms_norm(k, w["k_norm"], cfg)
     q_BTNH = q.reshape(B, T, -1, H)
     k_BTKH = k.reshape(B, T, -1, H)
     v_BTKH = v.reshape(B, T, -1, H)
-    if cfg.qk_norm:
+    if cfg.qk_norm and not cfg.post_norm:
         q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg)
         k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg)
     # In: each sp shard has a part of the sequence, for all heads. Out: complete sequences of some
@@ -1710,8 +1724,12 @@ HF_NAMES = {
     "layers.w_down": "model.layers.{}.mlp.down_proj.weight",
 }
 
-# Other names in models with experts, by model_type.
-HF_EXPERT_NAMES = {
+# Other names, by model_type.
+HF_FAMILY_NAMES = {
+    "olmo2": {
+        "layers.attn_norm": "model.layers.{}.post_attention_layernorm.weight",
+        "layers.mlp_norm": "model.layers.{}.post_feedforward_layernorm.weight",
+    },
     "mixtral": {
         "layers.w_router": "model.layers.{}.block_sparse_moe.gate.weight",
         "layers.w_gate": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
@@ -1726,11 +1744,13 @@ HF_EXPERT_NAMES = {
     },
 }
 
-# Tensors that transformers 5 may write for all experts of a layer, after "model.layers.{}.mlp.",
-# with the parameters in each.
-HF_FUSED_EXPERTS = {
-    "experts.gate_up_proj": ("layers.w_gate", "layers.w_up"),
-    "experts.down_proj": ("layers.w_down",),
+# Tensors that hold several parameters of a layer, after "model.layers.{}.": those of Phi 3, and
+# those of all experts as transformers 5 may write them.
+HF_FUSED = {
+    "self_attn.qkv_proj.weight": ("layers.wq", "layers.wk", "layers.wv"),
+    "mlp.gate_up_proj.weight": ("layers.w_gate", "layers.w_up"),
+    "mlp.experts.gate_up_proj": ("layers.w_gate", "layers.w_up"),
+    "mlp.experts.down_proj": ("layers.w_down",),
 }
 
 # Tensors of a file that a model does not need: buffers, and a copy of tied embeddings.
@@ -1764,14 +1784,17 @@ HF_EXPERT_FIELDS = {
     },
 }
 
-# The form of each model_type. Of two with the same form, the first has no sliding window.
+# The form of each model_type: what is True. Of several with the same form, an export is of the
+# first, or with a sliding window of the last.
 HF_FAMILIES = {
-    "llama": dict(experts=False, qk_norm=False, qkv_bias=False),
-    "mistral": dict(experts=False, qk_norm=False, qkv_bias=False),
-    "qwen2": dict(experts=False, qk_norm=False, qkv_bias=True),
-    "qwen3": dict(experts=False, qk_norm=True, qkv_bias=False),
-    "mixtral": dict(experts=True, qk_norm=False, qkv_bias=False),
-    "qwen3_moe": dict(experts=True, qk_norm=True, qkv_bias=False),
+    "llama": set(),
+    "phi3": set(),
+    "mistral": set(),
+    "qwen2": {"qkv_bias"},
+    "qwen3": {"qk_norm"},
+    "olmo2": {"qk_norm", "post_norm"},
+    "mixtral": {"experts"},
+    "qwen3_moe": {"experts", "qk_norm"},
 }
 
 # Values in config.json or its rope_parameters that can be expressed; null always can. Biases and
@@ -1816,7 +1839,9 @@ def hf_fields(hf):
         raise ValueError("\n  ".join(["config.json: this model cannot express", *errors]))
 
     fields = {name: hf[hf_name] for name, hf_name in names.items()}
-    fields |= {"qk_norm": form["qk_norm"], "qkv_bias": form["qkv_bias"], "rope_factor": 1.0}
+    for name in ("qk_norm", "qkv_bias", "post_norm"):
+        fields[name] = name in form
+    fields["rope_factor"] = 1.0
     fields["sliding_window"] = _hf_window(hf)
     fields["rope_theta"] = float(hf["rope_theta"])
     fields["n_kv_heads"] = fields["n_kv_heads"] or fields["n_heads"]
@@ -1824,7 +1849,7 @@ def hf_fields(hf):
     if hf["rope_type"] == "llama3" and hf["factor"] != 1:
         fields["rope_factor"] = float(hf["factor"])
         fields["rope_original_len"] = hf["original_max_position_embeddings"]
-    if form["experts"]:
+    if "experts" in form:
         fields["capacity_factor"] = 0.0
     else:
         fields["n_experts"] = 0
@@ -1859,11 +1884,13 @@ def _hf_window(hf):
 
 def _hf_family(cfg):
     """The model_type whose forward pass is that of cfg."""
-    form = dict(experts=bool(cfg.n_experts), qk_norm=cfg.qk_norm, qkv_bias=cfg.qkv_bias)
+    form = {name for name in ("qk_norm", "qkv_bias", "post_norm") if getattr(cfg, name)}
+    if cfg.n_experts:
+        form.add("experts")
     families = [name for name in HF_FAMILIES if HF_FAMILIES[name] == form]
     if not families:
-        raise ValueError("qkv_bias True: no model of Hugging Face has it with qk_norm or experts; "
-                         "set it to False")
+        raise ValueError(f"no model of Hugging Face has {' with '.join(sorted(form))}: change one "
+                         "of them")
     # Llama comes before Mistral: it has no window, and needs heads that divide d_model.
     if cfg.sliding_window or cfg.d_model % cfg.n_heads:
         return families[-1]
@@ -1912,7 +1939,7 @@ def hf_pieces(cfg):
     """{name: ({index: Hugging Face's name}, transposed)}: array[index], transposed or not, is the
     tensor of that name. LoRA factors, which an export merges, have none.
     """
-    hf_names = HF_NAMES | HF_EXPERT_NAMES.get(_hf_family(cfg), {})
+    hf_names = HF_NAMES | HF_FAMILY_NAMES.get(_hf_family(cfg), {})
     pieces = {}
     for name, row in param_table(cfg).items():
         if ".lora_" in name:
@@ -1929,25 +1956,29 @@ def hf_pieces(cfg):
     return pieces
 
 
-def split_fused_experts(tensors, cfg):
-    """The tensors of a file, with one for each expert where it has one for all experts of a layer.
+def split_fused(tensors, cfg):
+    """The tensors of a file, with one for each parameter of a layer where it has one for several.
 
     tensors: {name: array}.
     """
-    names = HF_EXPERT_NAMES.get(_hf_family(cfg))
-    if not names:
-        return tensors
+    names = HF_NAMES | HF_FAMILY_NAMES.get(_hf_family(cfg), {})
+    table = param_table(cfg)
     found = dict(tensors)
     for layer in range(cfg.n_layers):
-        prefix = f"model.layers.{layer}.mlp."
-        if f"{prefix}gate.weight" in found:
-            found[names["layers.w_router"].format(layer)] = found.pop(f"{prefix}gate.weight")
-        for kind, parts in HF_FUSED_EXPERTS.items():
+        prefix = f"model.layers.{layer}."
+        if cfg.n_experts and f"{prefix}mlp.gate.weight" in found:
+            router = found.pop(f"{prefix}mlp.gate.weight")
+            found[names["layers.w_router"].format(layer)] = router
+        for kind, parts in HF_FUSED.items():
             if prefix + kind not in found:
                 continue
             fused = found.pop(prefix + kind)
-            n_rows = fused.shape[1] // len(parts)
-            for i, expert in np.ndindex(len(parts), len(fused)):
-                rows = fused[expert, i * n_rows:(i + 1) * n_rows]
-                found[names[parts[i]].format(layer, expert)] = rows
+            end = 0
+            for part in parts:
+                start = end
+                end += table[part]["shape"][-1]
+                for expert in range(cfg.n_experts):
+                    found[names[part].format(layer, expert)] = fused[expert, start:end]
+                if not cfg.n_experts:
+                    found[names[part].format(layer)] = fused[start:end]
     return found

@@ -2393,7 +2393,7 @@ def open_hf(path, cfg):
             raise ValueError(f"config.json ties the embeddings, but {unembed} differs from "
                              f"{embed}: set tie_word_embeddings to false in it to use both, or "
                              f"delete {unembed} from the files")
-        tensors = model.split_fused_experts(tensors, cfg)
+        tensors = model.split_fused(tensors, cfg)
         return ckpt.read_tensors(tensors, pieces, like, model.HF_UNUSED)
 
     return {"names": dict.fromkeys(pieces), "read": read}

@@ -243,6 +243,7 @@ FIELDS = {
     "norm_eps": (0.375, loss, TINY),
     "qk_norm": (False, loss, TINY),
     "qkv_bias": (True, loss, TINY),
+    "post_norm": (True, loss, TINY),
     "tie_embeddings": (False, loss, TINY),
     "sliding_window": (5, loss, TINY),
     "n_experts": (4, loss, TINY),

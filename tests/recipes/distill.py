@@ -25,8 +25,8 @@ PREFIX = "teacher."  # of the names of the teacher's parameters
 TEACHER_FIELDS = {
     "tokenizer", "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff",
     "rope_theta", "rope_factor", "rope_original_len", "norm_eps", "qk_norm", "qkv_bias",
-    "tie_embeddings", "sliding_window", "n_experts", "experts_per_token", "capacity_factor",
-    "lora_rank", "lora_alpha", "lora_targets"}
+    "post_norm", "tie_embeddings", "sliding_window", "n_experts", "experts_per_token",
+    "capacity_factor", "lora_rank", "lora_alpha", "lora_targets"}
 # Fields of the text task that have no effect here.
 UNUSED = ("label_smoothing", "z_loss", "loss_norm", "logit_tiles", "n_experts")
 
