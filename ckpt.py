@@ -28,6 +28,7 @@ import numpy as np
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
+FORMAT = 2  # of a checkpoint; raised where an older one cannot be read any more
 FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores and the disk busy
 CHUNK_BYTES = 2**20  # largest part of a file that has its own checksum and can be read alone
 SMALL_BYTES = 2**14  # largest array that is stored in meta.json; a file for each costs time
@@ -187,7 +188,7 @@ def _commit(root, store, meta):
         folders += path.parents[:3]
         for folder in folders:
             _sync(folder)
-    content = {"crc32": _checksum(meta), "body": meta}
+    content = {"format": FORMAT, "crc32": _checksum(meta), "body": meta}
     store.write("meta.json", json.dumps(content, indent=1).encode()).result()
 
 
@@ -234,7 +235,7 @@ def read_meta(root, step):
         meta = content["body"]
         if _checksum(meta) != content["crc32"]:
             raise ValueError("its checksum does not match")
-        if not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]):
+        if content.get("format") != FORMAT or not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]):
             raise ValueError("another version of Sixfile wrote it")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise ValueError(f"{path}: missing or corrupted: {_message(e)}") from None
@@ -776,8 +777,9 @@ def find_checkpoint(root, which, field="checkpoint"):
         for step in saved[kind]:
             if which == str(step) or which == kind == "best":
                 return found_root, step, broadcast_from_main(partial(read_meta, found_root, step))
+    found = {kind: steps for kind, steps in saved.items() if steps}
     raise ValueError(f"{field} {which}: must be latest, best, or one of the steps that {root} has: "
-                     f"{saved}")
+                     f"{found or 'none'}")
 
 
 @contextlib.contextmanager
@@ -947,6 +949,17 @@ def replace_file(path, text):
 # ---- several processes
 
 PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
+
+
+def is_shared(root):
+    """Whether this process reads in a root what process 0 writes there."""
+    def write_mark():
+        mark = os.urandom(8).hex()
+        _open(root).write(".shared", mark.encode()).result()
+        return mark
+
+    mark = broadcast_from_main(write_mark)
+    return _read(_open(root), ".shared") == mark.encode()
 
 
 def _wait_for_peers(store, save_id):

@@ -150,6 +150,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     cfg, hooks = prepare(cfg, hooks, data)
 
     # Modes without a training loop.
+    if cfg.mode in ("plan", "data") and (state is not None or params is not None):
+        raise ValueError(f"mode {cfg.mode}: uses no state and no params; leave them out")
     if cfg.mode == "plan":
         return plan(cfg, task, hooks)
     if cfg.mode == "data":
@@ -164,6 +166,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
         setup = setup_run(cfg, task, hooks=hooks)
         cfg, root = setup["cfg"], setup["root"]
         with ckpt.lock_folders(cfg.out_dir, root, print0) as check_lock:
+            if jax.process_count() > 1:
+                raise_if_unequal({f"whether {root} is shared": ckpt.is_shared(root)})
             observers = make_observers(cfg)
             try:
                 with steplib.explain_oom(partial(memory_advice, setup)):

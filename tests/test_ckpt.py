@@ -491,7 +491,7 @@ def test_a_corrupted_meta_json_does_not_cost_its_arrays(tmp_path):
 def test_a_meta_json_that_leads_elsewhere_is_refused(tmp_path):
     """Also with a right checksum: restore and verify refuse it; clean deletes nothing outside.
 
-    Break: ckpt.py: if not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]): => if False:
+    Break: ckpt.py: or not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]): => or False:
     """
     tree = {"a": np.ones(3), "big": np.ones(2**15)}
     root = tmp_path / "run"
@@ -506,6 +506,20 @@ def test_a_meta_json_that_leads_elsewhere_is_refused(tmp_path):
     ckpt.delete_leftovers(root)
     ckpt.delete_old(root, 1)
     assert sorted(outside.rglob("*")) == before
+
+
+def test_a_checkpoint_of_an_earlier_form_is_refused_in_one_sentence(tmp_path):
+    """Its meta.json has no "format".
+
+    Break: ckpt.py: if content.get("format") != FORMAT or => if
+    """
+    save(tmp_path, 1)
+    path = tmp_path / "000000001/meta.json"
+    content = json.loads(path.read_text())
+    del content["format"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="another version of Sixfile wrote it"):
+        ckpt.read_meta(tmp_path, 1)
 
 
 def test_a_step_may_be_a_link(tmp_path):

@@ -2358,6 +2358,22 @@ def test_two_processes_train_like_one(tiny, tmp_path):
 
 
 @pytest.mark.slow
+def test_processes_that_do_not_share_out_dir_do_not_train(tiny):
+    """With a relative out_dir in two current folders, both processes say so and exit with 2.
+
+    Break: ckpt.py: return _read(_open(root), ".shared") == mark.encode() => return True
+    """
+    cfg = tiny(**TWO)
+    hook = Path(cfg.out_dir + "_hook.py")
+    hook.write_text(f"import os, jax\nfolder = {cfg.out_dir!r} + str(jax.process_index())\n"
+                    "os.mkdir(folder)\nos.chdir(folder)\n"
+                    "def nothing(event, value): pass\n")
+    runs = two(cfg, "--out_dir", "relative", "--hooks", f"{hook}:nothing")
+    for code, output in [ended(*run) for run in runs]:
+        assert code == 2 and "relative/ckpt is shared is False in process 1" in output, output
+
+
+@pytest.mark.slow
 def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
     """Both processes use the length of data that process 0 found, and stop at one step after a
     signal to process 1.
