@@ -546,7 +546,7 @@ def planned(update, mesh, flop, step_s):
     """Compare the time of a step with plan.py's time model of the compiled program."""
     import plan
     kind = mesh.devices.flat[0].device_kind
-    cost = plan.step_traffic(update.as_text(), mesh, kind)
+    cost = plan.traffic(update.as_text(), mesh)
     found = plan.roofline(cost | {"flop": flop}, kind)
     if not found:
         return record("SKIP", "plan", "tests/plan.py has no rates of this device")

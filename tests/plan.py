@@ -6,9 +6,9 @@
     python tests/plan.py --config debug --plan_sweep 6  # compare the six most promising meshes
 
 Takes the flags of train.py. Compiles the step that would run and allocates nothing. The time of a
-step follows from what it computes, reads, writes and sends, from the vendors' rates, and from the
-fractions of them that are reached: MATMUL_FRAC and EXPOSED are fitted to published runs
-(tests/RESULTS.md). On a GPU it is the sum of the times of its kernels. Collectives count as rings.
+step follows from what it computes, reads, writes and sends, from the vendors' rates, and from
+MATMUL_FRAC and EXPOSED, which are fitted to published runs (tests/RESULTS.md). Collectives count as
+rings. Without the compiler of GPUs, the plan is an estimate from shapes.
 """
 import ast
 import dataclasses
@@ -55,25 +55,16 @@ SENT = {
     "collective-permute": lambda n, size: size,
 }
 # Fraction of the peak FLOP/s that large matmuls reach, by prefix of the device's kind.
-MATMUL_FRAC = {"NVIDIA": 0.68, "TPU v6": 0.74, "TPU": 0.9}
-# Fraction of the time for network, host and, on TPUs, memory that does not overlap with matmuls.
+MATMUL_FRAC = {"NVIDIA": 0.62, "TPU v6": 0.74, "TPU": 0.9}
+# Fraction of the time for memory, network and host that does not overlap with matmuls.
 EXPOSED = 0.5
-# The kernels of a GPU run one after the other. Fraction of the memory's rate that they reach,
-# seconds from one to the next, and the fractions of the peak FLOP/s of cuDNN's attention, forward
-# and backward, with heads of up to 64 and of more numbers. These are guesses, not fitted.
-MEMORY_FRAC = 0.88
-LAUNCH_S = 1.5e-6
-NARROW_ATTENTION_FRAC = (0.38, 0.30)
-WIDE_ATTENTION_FRAC = (0.55, 0.42)
-
+MISSING_COMPILER = (
+    "estimated from shapes, without the buffers of collectives: pip install 'jax[cuda12]<0.13' "
+    "adds the memory of the compiled program, what it sends, and the expected time of a step")
 CROSS_SLICE = " (slow network)"  # suffix of the axes of a collective that uses the slow network
 # Operations that write nothing to memory.
 NO_WRITE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while",
             "conditional")
-# Operations of a GPU's program that are no kernels. What collectives and copies to the host take is
-# counted apart.
-NO_KERNEL = (*NO_WRITE, "call", "after-all", "opt-barrier", "partition-id", "replica-id",
-             "copy-start", *SENT, *(f"{kind}-start" for kind in SENT))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,52 +95,61 @@ def main(cfg, hooks=(), task=train.TEXT):
         seconds = ", ".join(f"{name} {s:.4g} s" for name, s in cost["seconds"].items())
         train.print0(f"at full rates: {seconds}")
     if "step_s" in cost:
-        if "kernel_seconds" in cost:
-            seconds = ", ".join(f"{name} {s:.4g} s" for name, s in cost["kernel_seconds"].items())
-            train.print0(f"{cost['n_kernels']:,} kernels, one after the other: {seconds}")
         tokens = run["cfg"].batch_size * run["cfg"].seq_len
         rate = tokens / cost["step_s"]
         train.print0(f"a step: about {cost['step_s']:.4g} s, {rate:,.0f} tokens/s, "
                      f"MFU {cost['mfu']:.1%}")
-    elif cfg.plan_for and run["cfg"].dtype == "float32":
+    if "products_s" in cost:
+        tokens = run["cfg"].batch_size * run["cfg"].seq_len
+        train.print0(f"products at the peak rate: {cost['products_s']:.4g} s of a step, so at most "
+                     f"{tokens / cost['products_s']:,.0f} tokens/s")
+    if cfg.plan_for and run["cfg"].dtype == "float32":
         train.print0("no time in float32: the known rates are those of bfloat16, which "
                      "--dtype bfloat16 plans for")
+    if isinstance(run["mesh"].devices.flat[0], AbsentGpu):
+        train.print0(MISSING_COMPILER)
     return cost | {"exit_code": int(not cost["fits"])}
 
 
 def planned_devices(cfg):
     """The TPU slices or GPUs that cfg.plan_for names, to compile for. This machine may lack them.
+    Without the compiler of GPUs they are AbsentGpus.
 
-    Raises ValueError if their compiler is missing, or for unknown names and shapes.
+    Raises ValueError for unknown names and shapes, and for TPUs if their compiler is missing.
     """
-    name = cfg.plan_for.partition(":")[0]
+    name, _, shape = cfg.plan_for.partition(":")
     is_gpu = name in GPUS
-    package, extra, form = "libtpu", "tpu", r"v\d\w*:\d+(x\d+)*"
-    if is_gpu:
-        package, extra, form = "jax_cuda12_plugin", "cuda12", r"\w+:([1-9]\d*x)?[1-9]\d*"
-    legal = ("TPU slices as v5p:8x8x8, v6e:16x16; GPUs of one host as h100:8, hosts x GPUs as "
-             f"h100:8x8, of {', '.join(GPUS)}")
     error = ""
-    if not re.fullmatch(form, cfg.plan_for):
-        error = f"unknown; legal are {legal}"
-    elif not importlib.util.find_spec(package):
-        error = f"its compiler is missing: pip install 'jax[{extra}]<0.13'"
-    elif is_gpu and cfg.deterministic and jax.__version_info__ >= (0, 12):
-        error = ("with --deterministic, XLA of jax 0.12 compiles for a GPU only where one is; "
-                 "plan without it, or with jax 0.10")
-    elif is_gpu and cfg.offload_optimizer:
-        error = ("with --offload_optimizer, absent GPUs cannot be planned: JAX does not "
-                 "know their host's memory; plan without it, or where such a GPU is")
-    else:
-        jax.config.update("jax_platforms", "cpu")
-        try:
-            if is_gpu:
-                # Such programs can be written to the cache, but not read.
-                jax.config.update("jax_enable_compilation_cache", False)
-                return gpus(name, *hosts_and_gpus(cfg.plan_for))
+    if name not in (*GPUS, *TPUS):
+        error = f"unknown device {name!r} ({config.did_you_mean(name, (*GPUS, *TPUS))})"
+    elif is_gpu and not re.fullmatch(r"([1-9]\d*x)?[1-9]\d*", shape):
+        error = f"write {name}:8 for one host of 8 GPUs, {name}:4x8 for 4 such hosts"
+    elif is_gpu and hosts_and_gpus(cfg.plan_for)[1] > MAX_GPUS:
+        error = f"a host has at most {MAX_GPUS} GPUs; write {name}:4x8 for 4 hosts of 8"
+    elif not is_gpu and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
+        error = f"write the sides of a slice, as in {name}:4x4"
+    elif not is_gpu and not importlib.util.find_spec("libtpu"):
+        error = "its compiler is missing: pip install 'jax[tpu]<0.13'"
+    config.raise_if_errors([config.field_error(cfg, "plan_for", error)] if error else [])
+
+    jax.config.update("jax_platforms", "cpu")
+    if is_gpu and not importlib.util.find_spec("jax_cuda12_plugin"):
+        return absent_gpus(name, *hosts_and_gpus(cfg.plan_for))
+    try:
+        if not is_gpu:
             return slice_devices(cfg.plan_for, cfg.slices)
-        except (RuntimeError, ValueError) as e:
-            error = f"unknown ({str(e).splitlines()[0]}); legal are {legal}"
+        if cfg.deterministic and jax.__version_info__ >= (0, 12):
+            error = ("with --deterministic, XLA of jax 0.12 compiles for a GPU only where one is; "
+                     "plan without it, or with jax 0.10")
+        elif cfg.offload_optimizer:
+            error = ("with --offload_optimizer, absent GPUs cannot be planned: JAX does not "
+                     "know their host's memory; plan without it, or where such a GPU is")
+        else:
+            # Such programs can be written to the cache, but not read.
+            jax.config.update("jax_enable_compilation_cache", False)
+            return gpus(name, *hosts_and_gpus(cfg.plan_for))
+    except (RuntimeError, ValueError) as e:
+        error = f"{name} has no such shape ({str(e).splitlines()[0]})"
     config.raise_if_errors([config.field_error(cfg, "plan_for", error)])
 
 
@@ -157,6 +157,22 @@ def hosts_and_gpus(plan_for):
     """(hosts, GPUs of each): h100:8x4 has 8 hosts of 4, h100:8 has one host of 8."""
     *n_hosts, per_host = plan_for.partition(":")[2].split("x")
     return int(n_hosts[0]) if n_hosts else 1, int(per_host)
+
+
+@dataclasses.dataclass(frozen=True)
+class AbsentGpu:
+    """A GPU for which nothing can be compiled, with the attributes of a JAX device."""
+    id: int
+    process_index: int
+    device_kind: str
+    compute_capability: str
+    platform: str = "gpu"
+
+
+def absent_gpus(name, hosts, per_host):
+    kind = GPUS[name]["kind"]
+    capability = "{}.{}".format(*GPUS[name]["capability"])
+    return [AbsentGpu(i, i // per_host, kind, capability) for i in range(hosts * per_host)]
 
 
 def slice_devices(name, n_slices):
@@ -170,26 +186,28 @@ def slice_devices(name, n_slices):
     return topologies.get_topology_desc(name, "tpu", num_slices=n_slices, **options).devices
 
 
+TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e")
+MAX_GPUS = 16  # of one host
 # What the compiler needs to know of a GPU. Source: the vendor's data sheets and XLA's descriptions.
 GPUS = {
     "a100": {"kind": "NVIDIA A100-SXM4-80GB", "capability": (8, 0), "multiprocessors": 108,
              "fp32_units": 64, "shared_kib": 164, "l2_mib": 40, "clock_ghz": 1.41,
-             "memory_tbps": 2.039, "memory_gib": 79.3},
+             "memory_gib": 79.3},
     "h100": {"kind": "NVIDIA H100 80GB HBM3", "capability": (9, 0), "multiprocessors": 132,
              "fp32_units": 128, "shared_kib": 228, "l2_mib": 50, "clock_ghz": 1.98,
-             "memory_tbps": 3.352, "memory_gib": 79.1},
+             "memory_gib": 79.1},
     "h200": {"kind": "NVIDIA H200", "capability": (9, 0), "multiprocessors": 132,
              "fp32_units": 128, "shared_kib": 228, "l2_mib": 50, "clock_ghz": 1.98,
-             "memory_tbps": 4.8, "memory_gib": 141},
+             "memory_gib": 141},
     "b200": {"kind": "NVIDIA B200", "capability": (10, 0), "multiprocessors": 148,
              "fp32_units": 128, "shared_kib": 228, "l2_mib": 126.5, "clock_ghz": 1.965,
-             "memory_tbps": 7.672, "memory_gib": 178.4},
+             "memory_gib": 178.4},
     "rtx4080": {"kind": "NVIDIA GeForce RTX 4080", "capability": (8, 9), "multiprocessors": 76,
                 "fp32_units": 128, "shared_kib": 100, "l2_mib": 64, "clock_ghz": 2.505,
-                "memory_tbps": 0.717, "memory_gib": 16},
+                "memory_gib": 16},
     "rtx4090": {"kind": "NVIDIA GeForce RTX 4090", "capability": (8, 9), "multiprocessors": 128,
                 "fp32_units": 128, "shared_kib": 100, "l2_mib": 72, "clock_ghz": 2.52,
-                "memory_tbps": 1.008, "memory_gib": 24},
+                "memory_gib": 24},
 }
 
 
@@ -216,7 +234,7 @@ def gpus(name, hosts, per_host):
         "registers_per_block_limit": 2**16,
         "l2_cache_size": int(gpu["l2_mib"] * 2**20),
         "clock_rate_ghz": gpu["clock_ghz"],
-        "memory_bandwidth": int(gpu["memory_tbps"] * 1e12),
+        "memory_bandwidth": first_prefix(BANDWIDTHS, gpu["kind"])["memory"] * 10**9,
         "device_memory_size": int(gpu["memory_gib"] * 2**30),
     }
     major, minor = gpu["capability"]
@@ -241,9 +259,11 @@ def measure(run):
     Adds "collectives", {(kind, axes): [count, bytes a device sends]} from the most bytes to the
     least, "sent_bytes", "memory_traffic_bytes", "host_bytes", and the keys of `roofline`.
     """
-    cost, mesh = train.estimate(run), run["mesh"]
-    if run["cfg"].remat in ("full", "offload"):  # the forward pass runs twice
-        cost["flop"]["recomputed by remat"] = sum(cost["flop"].values()) / 3
+    mesh = run["mesh"]
+    if isinstance(mesh.devices.flat[0], AbsentGpu):
+        return estimate_from_shapes(run)
+    cost = train.estimate(run)
+    add_recomputation(cost["flop"], run["cfg"])
     compiled_step = cost.get("programs", {}).get("a step")
     if compiled_step is None:  # it does not fit, or cannot be compiled
         return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0,
@@ -253,28 +273,85 @@ def measure(run):
     if plan_for.partition(":")[0] in GPUS:  # the slow network is between hosts
         n_slices, _ = hosts_and_gpus(plan_for)
     kind = mesh.devices.flat[0].device_kind
-    cost |= step_traffic(compiled_step.as_text(), mesh, kind, n_slices)
+    cost |= traffic(compiled_step.as_text(), mesh, n_slices)
     if run["cfg"].dtype == "float32":  # the rates are those of bfloat16
         return cost
     return cost | roofline(cost, kind)
 
 
-def step_traffic(text, mesh, kind, slices=1):
-    """What a compiled step sends, reads and writes: {"collectives", "sent_bytes",
-    "memory_traffic_bytes", "host_bytes"}, and for GPUs "n_kernels" and "kernel_seconds" ({} if
-    their rates are not known). With "flop" these are the argument cost of `roofline`.
+def add_recomputation(flop, cfg):
+    """Add to {formula: FLOP of a step} the second forward pass of some values of cfg.remat."""
+    if cfg.remat in ("full", "offload"):
+        flop["recomputed by remat"] = sum(flop.values()) / 3
 
-    kind: of the devices, by JAX's name.
+
+def estimate_from_shapes(run):
+    """Estimate without a compiler what `measure` returns, in the same form. Of the time of a step
+    only "products_s" is known, the time of the FLOP at the peak.
     """
-    sent, written, hosted = traffic(text, mesh, slices)
-    cost = {"collectives": sent, "host_bytes": hosted,
-            "sent_bytes": sum(n_bytes for _, n_bytes in sent.values()),
-            "memory_traffic_bytes": 2 * written}  # each value is read about once
-    if kind.startswith("NVIDIA"):
-        kernels = list(gpu_kernels(text))
-        cost["n_kernels"] = sum(kernel["times"] for kernel in kernels)
-        cost["kernel_seconds"] = kernel_seconds(kernels, kind)
+    cfg, mesh, task = run["cfg"], run["mesh"], run["task"]
+    memory = state_bytes(run)
+    cost = {"flop": {}, "collectives": {}, "sent_bytes": 0}
+    limit = steplib.memory_limit(mesh)
+    if not task["flops"]:  # not a transformer
+        total = sum(memory.values())
+        return cost | {"memory": memory | {"total": total}, "peaks": {}, "fits": total <= limit}
+
+    flops, formula = task["flops"]({}, cfg)
+    cost["flop"][f"model: {formula}"] = flops * task["units_per_step"](cfg) / mesh.size
+    add_recomputation(cost["flop"], cfg)
+    _, _, sent = predicted_traffic(cfg, run["table"], tuple(mesh.shape.values()))
+    cost["sent_bytes"] = sum(sent.values())
+    if cfg.dtype != "float32":  # the peak is that of bfloat16
+        tflops, _ = steplib.peaks(mesh.devices.flat[0].device_kind)
+        cost["products_s"] = sum(cost["flop"].values()) / tflops / 1e12
+
+    def peak_with(changes):
+        changed = run | {"cfg": dataclasses.replace(cfg, **changes)}
+        held = sum(n for kind, n in state_bytes(changed).items() if "host" not in kind)
+        return held + activation_bytes(changed["cfg"], mesh.shape)
+
+    memory |= {"activations, roughly": activation_bytes(cfg, mesh.shape), "total": peak_with({})}
+    cost |= {"memory": memory, "peaks": {"a step": memory["total"]}}
+    cost["fits"] = memory["total"] <= limit
+    if not cost["fits"]:
+        flags = steplib.memory_flags(cfg, mesh, task["memory_flags"](mesh.shape["sp"], cfg))
+        cost["error"] = (f"does not fit in {limit / 2**30:.4g} GiB; this may: "
+                         + steplib.suggest_flags(flags, peak_with, limit))
     return cost
+
+
+def state_bytes(run):
+    """{kind: bytes on a device} of the parameters, their moments and their gradients."""
+    # JAX knows no host memory of absent devices: offloaded moments are laid out as if on them.
+    cfg = dataclasses.replace(run["cfg"], offload_optimizer=False)
+    state = steplib.lower_steps(*train.step_args(run | {"cfg": cfg}))["state"]
+    moments = "moments in host memory" if run["cfg"].offload_optimizer else "moments"
+    trained = [state["params"][name] for name in steplib.trained_names(run["table"])]
+    return {"parameters": steplib.array_bytes(state["params"]),
+            moments: steplib.array_bytes(state["opt"]),
+            "gradients": steplib.array_bytes(trained)}
+
+
+def activation_bytes(cfg, n):
+    """Estimate the activations of a transformer on a device, for one microbatch: those of each
+    layer that cfg.remat keeps for backward, all of one layer, and the logits. n: {axis: size}.
+    """
+    tokens = cfg.batch_size * cfg.seq_len / (n["dp"] * n["fsdp"] * n["ep"] * n["sp"])
+    tokens /= cfg.grad_accum_steps
+    heads = 2 * (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / n["tp"]  # q, k, v, output
+    _, mlp_inputs = expert_slots(cfg)
+    hidden = 3 * mlp_inputs * cfg.d_ff / n["tp"] / max(cfg.mlp_tiles, 1)  # gate, up, product
+    layer = 4 * cfg.d_model + heads + hidden  # inputs of two blocks, before and after their norms
+    kept = {"none": layer, "dots": 2 * cfg.d_model + heads + hidden, "full": cfg.d_model,
+            "named": cfg.d_model + heads, "offload": 0}[cfg.remat]
+    logits = 4 * tokens * cfg.vocab_size / n["tp"]
+    if cfg.logit_tiles:
+        logits /= cfg.logit_tiles
+    else:  # as model.count_tiles chooses them
+        head = 4 * cfg.vocab_size * cfg.d_model / n["tp"]
+        logits = min(logits, max(train.model.LOGIT_BYTES["gpu"], head))
+    return tokens * itemsize(cfg) * (cfg.n_layers * kept + layer) + logits
 
 
 def roofline(cost, kind):
@@ -295,31 +372,10 @@ def roofline(cost, kind):
         seconds["slow network"] = far / gbps["far"] / 1e9
     if cost["host_bytes"]:
         seconds["host"] = cost["host_bytes"] / gbps["host"] / 1e9
-    sending_s = sum(seconds.values()) - seconds["compute"] - seconds["memory"]
-    step_s = EXPOSED * sending_s
-    if cost.get("kernel_seconds"):
-        step_s += sum(cost["kernel_seconds"].values())
-    else:
-        step_s += seconds["compute"] / first_prefix(MATMUL_FRAC, kind)
-        step_s += EXPOSED * seconds["memory"]
+    exposed_s = sum(seconds.values()) - seconds["compute"]
+    step_s = seconds["compute"] / first_prefix(MATMUL_FRAC, kind) + EXPOSED * exposed_s
     model_flop = next(iter(cost["flop"].values()))
     return {"seconds": seconds, "step_s": step_s, "mfu": model_flop / step_s / tflops / 1e12}
-
-
-def kernel_seconds(kernels, kind):
-    """{"products", "attention", "other kernels": seconds} of the kernels of a GPU, or {} if its
-    rates are not known.
-    """
-    tflops, _ = steplib.peaks(kind)
-    gbps = first_prefix(BANDWIDTHS, kind)
-    if not tflops or not gbps:
-        return {}
-    seconds = {"products": 0.0, "attention": 0.0, "other kernels": 0.0}
-    for kernel in kernels:
-        compute_s = kernel["flop"] / kernel["flop_frac"] / tflops / 1e12
-        memory_s = kernel["bytes"] / MEMORY_FRAC / gbps["memory"] / 1e9
-        seconds[kernel["group"]] += kernel["times"] * (max(compute_s, memory_s) + LAUNCH_S)
-    return seconds
 
 
 def first_prefix(table, kind):
@@ -409,9 +465,6 @@ def predicted_traffic(cfg, table, sizes):
     mesh = jax.sharding.AbstractMesh(sizes, steplib.AXES)
     n = mesh.shape
     specs = steplib.moment_specs(table, mesh)
-    itemsize = 4
-    if "16" in cfg.dtype:
-        itemsize = 2
     passes = 3  # forward, backward, sum of gradients
     if cfg.remat in ("full", "offload"):
         passes += 1
@@ -424,24 +477,31 @@ def predicted_traffic(cfg, table, sizes):
         moments = math.prod(NamedSharding(mesh, specs[name]).shard_shape(row["shape"]))
         state_bytes += 4 * held + 8 * moments * row.get("trained", True)
         gathered = n_gathered(row["spec"], mesh)
-        weights += passes * SENT["all-gather"](gathered, gathered * itemsize * held)
-        weights += SENT["all-reduce"](n["dp"], itemsize * held)
+        weights += passes * SENT["all-gather"](gathered, gathered * itemsize(cfg) * held)
+        weights += SENT["all-reduce"](n["dp"], itemsize(cfg) * held)
 
     tokens = cfg.batch_size * cfg.seq_len / (n["dp"] * n["fsdp"] * n["ep"] * n["sp"])
-    moved = 4 * cfg.n_layers * itemsize * tokens * cfg.d_model  # twice forward, twice backward
+    moved = 4 * cfg.n_layers * itemsize(cfg) * tokens * cfg.d_model  # twice forward, twice backward
     heads = (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / cfg.d_model / n["tp"]
-    slots = 0  # of experts per token
-    mlp_inputs = 1
-    if cfg.n_experts:
-        slots = cfg.experts_per_token
-        if cfg.capacity_factor:
-            slots *= cfg.capacity_factor
-        mlp_inputs = slots
+    slots, mlp_inputs = expert_slots(cfg)
     sent = {"weights": weights,
             "tp": SENT["all-reduce"](n["tp"], moved * (1 + mlp_inputs) / 2),
             "sp": SENT["all-to-all"](n["sp"], moved * heads),
             "ep": SENT["all-to-all"](n["ep"], moved * slots)}
     return mesh, state_bytes, sent
+
+
+def itemsize(cfg):
+    """Bytes of an activation."""
+    return 2 if "16" in cfg.dtype else 4
+
+
+def expert_slots(cfg):
+    """(slots of experts per token, rows that the MLPs of a layer compute per token)."""
+    if not cfg.n_experts:
+        return 0, 1
+    slots = cfg.experts_per_token * (cfg.capacity_factor or 1)
+    return slots, slots
 
 
 def n_gathered(spec, mesh):
@@ -458,9 +518,9 @@ def n_gathered(spec, mesh):
 # ---- reading compiled text (HLO)
 
 def traffic(text, mesh, slices=1):
-    """Count one run of a compiled program: ({(collective, axes): [count, bytes a device sends]}
-    from the most bytes to the least, bytes that operations write to memory, bytes moved to or from
-    the host's memory).
+    """Count what one run of a compiled program sends, reads and writes. Returns {"collectives":
+    {(kind, axes): [count, bytes a device sends]} from the most bytes to the least, "sent_bytes",
+    "memory_traffic_bytes", "host_bytes" (to or from the host's memory)}.
 
     axes: the mesh axes along which a group extends, joined by "+", and CROSS_SLICE if it spans
     slices. The branches of conditionals are not counted.
@@ -481,7 +541,12 @@ def traffic(text, mesh, slices=1):
         in_place = re.search("dynamic.update.slice", line.partition("=")[0] + op)
         if not (fused or in_place or op in NO_WRITE or op.endswith(("-start", "-update"))):
             written += times * sum(jax.tree.leaves(result))
-    return dict(sorted(collectives.items(), key=lambda row: -row[1][1])), written, hosted
+    return {
+        "collectives": dict(sorted(collectives.items(), key=lambda row: -row[1][1])),
+        "sent_bytes": sum(n_bytes for _, n_bytes in collectives.values()),
+        "memory_traffic_bytes": 2 * written,  # each value is read about once
+        "host_bytes": hosted,
+    }
 
 
 def slice_numbers(mesh, n_slices):
@@ -522,162 +587,6 @@ def _computations(text):
     """{name of a computation: its text} of a program in HLO."""
     return {body[1]: body[2] for body in re.finditer(
         r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:$|,)", text, re.M | re.S)}
-
-
-# ---- the kernels of a program for GPUs
-
-def gpu_kernels(text):
-    """Yield each kernel of a program compiled for GPUs: {"group": "products", "attention" (cuDNN's)
-    or "other kernels", "flop" of products and attention, "flop_frac" (the fraction of the peak that
-    it reaches), "bytes" read and written, "times" it runs}.
-
-    Of an operand that is only sliced the slices count, of one that is updated in place the update.
-    The branches of conditionals are not counted.
-    """
-    texts = _computations(text)
-    bodies = {name: _instructions(body) for name, body in texts.items()}
-
-    def walk(body, times):
-        for op in bodies[body].values():
-            if op["opcode"] == "while":
-                yield from walk(_callee(op), times * _trip_count(op["line"], texts))
-            elif op["opcode"] == "call":
-                yield from walk(_callee(op), times)
-            elif op["opcode"] == "async-start":
-                inner = bodies[_callee(op)]
-                if not any(x["opcode"] in SENT for x in inner.values()):
-                    yield from walk(_callee(op), times)
-            elif op["opcode"] not in NO_KERNEL and not op["opcode"].endswith(("-done", "-update")):
-                yield _kernel(op, bodies, bodies[body]) | {"times": times}
-
-    return walk(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 1)
-
-
-def _instructions(body):
-    """{name: {"opcode", "result" (its type), "operands" (names), "line", "is_root"}} of the text of
-    a computation.
-    """
-    found = {}
-    for line in body.splitlines():
-        match = re.match(r"\s*(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)", line)
-        if match:
-            root, name, result, opcode, rest = match.groups()
-            operands = re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])
-            found[name] = {"opcode": opcode, "result": result, "operands": operands,
-                           "line": line, "is_root": bool(root)}
-    return found
-
-
-def _callee(op):
-    """The name of the computation that an instruction runs."""
-    return re.search(r"(?:body|calls|to_apply)=%?([\w.\-]+)", op["line"])[1]
-
-
-def _kernel(op, bodies, ops):
-    """The kernel of an instruction, as in gpu_kernels without "times". ops: all of its computation.
-    """
-    results = jax.tree.leaves(_result_bytes(op["result"]))
-    if "__cublas$" in op["line"]:  # the second result is memory to work in
-        results = results[:1]
-    n_bytes = sum(results) + sum(_total_bytes(ops[name]["result"]) for name in op["operands"])
-    kernel = {"group": "other kernels", "flop": 0, "flop_frac": 1, "bytes": n_bytes}
-    if "__cudnn$fmha" in op["line"]:
-        flop, flop_frac = _attention_flop(op)
-        return kernel | {"group": "attention", "flop": flop, "flop_frac": flop_frac}
-    if op["opcode"] == "fusion":
-        fused = bodies[_callee(op)]
-        kernel["bytes"] = _fusion_bytes(fused)
-        flop = _fused_flop(fused, bodies)
-    else:
-        flop = _product_flop(op, ops)
-    if flop:
-        kernel |= {"group": "products", "flop": flop, "flop_frac": MATMUL_FRAC["NVIDIA"]}
-    return kernel
-
-
-def _fusion_bytes(fused):
-    """The bytes that a fusion of these instructions reads and writes."""
-    users = {name: [] for name in fused}  # {name: [(name of the user, which operand)]}
-    for user, op in fused.items():
-        for place, name in enumerate(op["operands"]):
-            users[name].append((user, place))
-
-    def n_read(name):
-        size = _total_bytes(fused[name]["result"])
-        total = 0
-        for user, place in users[name]:
-            op = fused[user]
-            if op["opcode"] == "bitcast":
-                total += n_read(user)
-            elif op["opcode"] in ("dynamic-slice", "slice", "gather") and place == 0:
-                total += _total_bytes(op["result"])
-            elif op["opcode"] != "dynamic-update-slice" or place > 0:
-                total += size
-        return min(total, size)
-
-    def n_written(name):
-        op = fused[name]
-        if op["opcode"] == "tuple":
-            return sum(map(n_written, op["operands"]))
-        if op["opcode"] == "bitcast":
-            return n_written(op["operands"][0])
-        if op["opcode"] == "dynamic-update-slice":
-            return _total_bytes(fused[op["operands"][1]]["result"])
-        return _total_bytes(op["result"])
-
-    read = sum(n_read(name) for name, op in fused.items() if op["opcode"] == "parameter")
-    return read + sum(n_written(name) for name, op in fused.items() if op["is_root"])
-
-
-def _fused_flop(fused, bodies):
-    """FLOP of the products among the instructions of a fusion, nested fusions included."""
-    total = 0
-    for op in fused.values():
-        if op["opcode"] == "fusion":
-            total += _fused_flop(bodies[_callee(op)], bodies)
-        else:
-            total += _product_flop(op, fused)
-    return total
-
-
-def _product_flop(op, ops):
-    """FLOP of a dot or of cuBLAS, 0 of another instruction."""
-    if op["opcode"] != "dot" and "__cublas$" not in op["line"]:
-        return 0
-    # HLO writes {1}, the options of cuBLAS write ["1"].
-    summed = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:]\W*([\d", ]*)', op["line"])[1]
-    sizes = _dims(ops[op["operands"][0]]["result"])
-    n_summed = math.prod(sizes[int(dim)] for dim in re.findall(r"\d+", summed))
-    return 2 * n_summed * math.prod(_dims(op["result"]))
-
-
-def _attention_flop(op):
-    """(FLOP, fraction of the peak that it reaches) of a call of cuDNN's attention."""
-    # As the kernel sees its operands: q [B, T, N, H], k [B, S, K, H].
-    q, k = re.search(r"operand_layout_constraints=\{(\S+), (\S+), ", op["line"]).groups()
-    B, T, N, H = _dims(q)
-    S = _dims(k)[1]
-    forward_frac, backward_frac = NARROW_ATTENTION_FRAC if H <= 64 else WIDE_ATTENTION_FRAC
-    n_keys = S
-    if '"mask_type": "CAUSAL"' in op["line"]:
-        n_keys = S / 2
-    window = re.search(r'"sliding_window_length": (\d+)', op["line"])
-    if window and int(window[1]):
-        n_keys = min(n_keys, int(window[1]))
-    flop = 2 * B * N * T * n_keys * H  # of one product
-    if "Backward" in op["line"]:
-        return 5 * flop, backward_frac
-    return 2 * flop, forward_frac
-
-
-def _dims(text):
-    """The sizes of the first array in a text."""
-    return [int(size) for size in re.search(r"\[([\d,]*)\]", text)[1].split(",") if size]
-
-
-def _total_bytes(result):
-    """Bytes of all arrays of an HLO result."""
-    return sum(jax.tree.leaves(_result_bytes(result)))
 
 
 def _result_bytes(text):
