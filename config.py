@@ -38,7 +38,8 @@ Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all r
 
 
 # The comment beside or above a field is its text in --help; `# ---- name` begins a group there.
-# A size of 0 is filled in by derive_text, "auto" by train.setup_run.
+# A size of 0 is filled in by derive_text, vocab_size by the tokenizer, "auto" by train.setup_run.
+# On a first reading: the groups data, length, model and optimizer.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run
@@ -249,8 +250,8 @@ class Config:
 
     track: tuple[str, ...] = ()  # metric trackers besides metrics.jsonl: wandb, tensorboard
     log_every: NonNegInt = 10  # steps between rows of metrics.jsonl; 0: no rows
-    # interval between evaluations: 250 (steps), 1epoch, 1window, 10m, or several as 250,1h; 0: only
-    # at the end
+    # interval between evaluations: 250 (steps), 1epoch, 10m, 1window (of data that comes later), or
+    # several as 250,1h; 0: only at the end
     eval_every: Interval = 250
     # batches, of eval_batch_size, that an evaluation takes of each validation set; 0: all of it
     eval_batches: NonNegInt = 40
@@ -318,7 +319,8 @@ def parse(argv, kind=Config):
     first = kind(**_merge(branch, named, typed))
     out_dir = _choose_out_dir(first, typed)
     run = _run_values(first, out_dir)
-    if not _is_same_path(named.get("out_dir", out_dir), out_dir):  # the file is of another run
+    # The file is the config of another run: its folders are not those of this one.
+    if not _is_same_path(named.get("out_dir", out_dir), out_dir):
         named.update(ckpt_dir="", export="")
 
     values = _merge(run or branch, named, typed)

@@ -2653,6 +2653,7 @@ def _character_tokenizer(name, eos_token):
         character_of = {i: character for character, i in id_of.items()}
         if len(character_of) < len(id_of) or max(map(len, id_of)) > 1 or min(character_of) < 0:
             raise ValueError("each character needs an id of its own")
+
     def encode_batch(texts):
         with as_value_error(f"tokenizer {name!r}: has no token for", KeyError):
             return [[id_of[character] for character in text] for text in texts]
@@ -2661,9 +2662,15 @@ def _character_tokenizer(name, eos_token):
         return "".join(character_of.get(i, f"<{i}>") for i in ids)
 
     # A sample starts on a new line, as in nanoGPT.
-    return {"encode_batch": encode_batch, "decode": decode, "vocab_size": max(character_of) + 1,
-            "eos": id_of.get(eos_token), "start": id_of.get("\n", min(character_of)),
-            "piece": 2**18, "key": zlib.crc32(content)}
+    return {
+        "encode_batch": encode_batch,
+        "decode": decode,
+        "vocab_size": max(character_of) + 1,
+        "eos": id_of.get(eos_token),
+        "start": id_of.get("\n", min(character_of)),
+        "piece": 2**18,
+        "key": zlib.crc32(content),
+    }
 
 
 _HOW_TO_MAKE = ("Make one: python -c \"from transformers import AutoTokenizer as T; "

@@ -18,7 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 # cfg: a Config, or any hashable object with the fields that are read here. Sizes that are 0 in a
-# Config are resolved by now, by config.derive_text, and so is the dtype "auto".
+# Config are resolved by now, and so is the dtype "auto"; only logit_tiles is where it is used.
 #
 # A name ends with the dims of its array: B sequences, T query positions, S key positions, D model
 # width, F MLP width, N query heads, K kv heads, G query heads of a kv head, H head width,
@@ -145,7 +145,7 @@ def hidden_states(params, batch, cfg, train_keys=None):
     attn_inputs = _attention_inputs(batch, cfg)
 
     def attend(q_BNTH, k_BKTH, v_BKTH):
-        # _attend_xla, or the fused kernel of the device: cuDNN on GPUs, Pallas on TPUs.
+        # Chooses the kernel: _attend_xla below, or a fused one, cuDNN on GPUs and Pallas on TPUs.
         return _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
 
     def layer(x_BTD, w):
@@ -274,7 +274,8 @@ def _self_attention(x_BTD, w, attend, attn_inputs, cfg):
         q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg)
         k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg)
     # In: each sp shard has a part of the sequence, for all heads. Out: complete sequences of some
-    # heads. Over sp this is the all-to-all of Ulysses; over tp nothing moves.
+    # heads, as [B, heads, T, H]. Over sp this is the all-to-all of Ulysses; over tp nothing moves.
+    # K then counts kv heads with the copies that give each device of tp and sp at least one.
     q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH)
     q_BNTH = _rotate(q_BNTH, attn_inputs["cos"], attn_inputs["sin"])
     k_BKTH = _rotate(k_BKTH, attn_inputs["cos"], attn_inputs["sin"])

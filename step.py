@@ -192,7 +192,9 @@ def lr_at(step, cfg):
     end at min_lr_frac of the peak at cfg.steps; "constant" stays at the peak, and "inverse_sqrt"
     falls slowly.
     """
-    peak = _peak_lr(cfg, cfg.optimizer)
+    peak = cfg.lr
+    if peak == -1:  # the default of the optimizer
+        peak = DEFAULT_LR[cfg.optimizer]
     n_warmup = warmup_steps(cfg)
     if step < n_warmup:
         return peak * (step + 1) / n_warmup
@@ -224,11 +226,11 @@ def make_optimizer(cfg, table):
         kind = row.get("optimizer", cfg.optimizer)
         is_matrix = row["init"][0] == "normal"
         decays[name] = cfg.weight_decay * row.get("decay_mult", float(is_matrix))
-        # A multiple of lr_at: 1, or with the default --lr the ratio of the default rates of the two
+        # A multiple of lr_at: 1, or without --lr the ratio of the default rates of the two
         # optimizers. Before kind changes below, since AdamW under Muon keeps Muon's rate.
         rates[name] = row.get("lr_mult", 1.0)
-        if kind != cfg.optimizer:
-            rates[name] *= _peak_lr(cfg, kind) / _peak_lr(cfg, cfg.optimizer)
+        if cfg.lr == -1:
+            rates[name] *= DEFAULT_LR[kind] / DEFAULT_LR[cfg.optimizer]
 
         # Muon is for stacks of matrices, one per layer. AdamW updates the other parameters.
         is_stack = is_matrix and len(row["shape"]) > 2
@@ -393,7 +395,8 @@ def replicate(x, mesh):
 
 def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value,
                 evaluation=None):
-    """Trace everything that runs on the mesh, without allocating an array.
+    """Prepare everything that runs on the mesh, without allocating an array. Nothing is lowered
+    until a function of the result is called; only the shapes of the state are traced here.
 
     batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is called with the
     "loss_fn", the "optimizer" (optax) and the "train_step", a function (state, batch, lr) ->
@@ -625,13 +628,6 @@ DEFAULT_LR = {
     "rmsprop": 2e-3,
     "sgd": 0.1,
 }
-
-
-def _peak_lr(cfg, optimizer):
-    """cfg.lr, or the default rate of this optimizer where cfg.lr is -1."""
-    if cfg.lr == -1:
-        return DEFAULT_LR[optimizer]
-    return cfg.lr
 
 
 # ---- parts of the state

@@ -3,8 +3,8 @@
 
 Owns what is trained (`TEXT`), the setup of a run, the loop with its actions, observers, the other
 modes and the command line. The only file that imports the others. Refuses a task with unknown keys
-and a config that cannot run. Invariant: every exit except a crash saves a checkpoint and logs its
-reason.
+and a config that cannot run. Invariant: every exit of the loop except a crash logs its reason and,
+unless save_end is off, saves.
 """
 import contextlib
 import ctypes
@@ -30,6 +30,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 
+# The process: skip this on a first reading, to "what is trained".
 # Before JAX is imported: have glibc keep freed memory. On a CPU, new pages took from a third to two
 # thirds of the time of a step.
 M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD = -4, -1, -2  # of malloc.h
@@ -132,6 +133,10 @@ TEXT = {
 
 
 # ---- a run
+#
+# Its records are dicts: `setup` is what config, task and mesh give; `run` is setup and all else
+# that is fixed during the loop; `progress` is what the loop changes; `start` is where the initial
+# state comes from.
 
 
 def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
@@ -562,7 +567,8 @@ def train(run, state, progress):
                     mark_done(progress, kind, step)
                     save_state(run, state, step, progress, due[kind], kind)
 
-            # Stop before the next batch is consumed, and note what the next step shall do.
+            # Stop before the next batch is consumed. poll_stop notes in progress["polled"] what
+            # signals, files and hooks request, and asks stop_reason.
             stop = poll_stop(run, step, progress)
             if stop:
                 break
@@ -657,7 +663,7 @@ def log_step(run, progress):
     values = {}
     if is_logged or run["hooks"]:
         values = jax.device_get(unread)
-        # This only replaces a mean over no label by NaN.
+        # The device's means are right, but one over no label is 0 there and NaN here.
         values |= metric_means(metric_sums(values))
     row = log_event("step", {"step": step} | numbers(values))
 
