@@ -11,14 +11,12 @@ import importlib.metadata
 import json
 import math
 import os
-import pickle
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 import config
@@ -60,6 +58,20 @@ FLAGS = {
     "chat.py": "--sample_tokens 2",
 }
 
+# Flags of train.py whose values name a mode, files, runs or packages.
+NAMING_FLAGS = {
+    "--mode data", "--mode eval", "--mode export", "--mode plan", "--mode sample", "--branch_from",
+    "--checkpoint", "--chat", "--columns", "--config", "--data", "--export", "--help", "--init_from",
+    "--prompts", "--reload_every", "--samples_file", "--stop", "--tokenizer", "--track",
+    "--val_data"}
+
+# The config of each program that reads flags as train.py does.
+CONFIGS = {
+    "train.py": config.Config, "plan.py": plan.PlanConfig, "clicks.py": clicks.ClicksConfig,
+    "windows.py": clicks.windows.WindowsConfig, "digits.py": digits.DigitsConfig,
+    "distill.py": distill.DistillConfig, "dpo.py": dpo.DpoConfig, "tune.py": tune.SweepConfig,
+    "on_ray.py": on_ray.RayConfig}
+
 # The first reason whose pattern is in a command.
 SKIPPED = {
     r"^(srun|mpirun|kubectl) |--coordinator": "needs a cluster",
@@ -70,6 +82,7 @@ SKIPPED = {
     r"tiktoken:": "tiktoken downloads its vocabulary",
     r"(s3|gs)://": "needs a bucket",
     r"hf://": "downloads from the Hub",
+    r"from transformers": "tests/test_hf.py loads what a run exports",
 }
 # The package that only the extra of a requirement installs.
 EXTRAS = {"jax[tpu]": "libtpu", "jax[cuda12]": "jax-cuda12-plugin", "ray[tune]": "ray",
@@ -118,12 +131,9 @@ COMMANDS = list(dict.fromkeys(
 
 def python_files(document):
     """{name: text} of the fenced blocks of Python that begin with `# name.py`."""
-    files = {}
-    for info, text in fences(document):
-        name = re.match(r"# (\w+\.py)\n", text)
-        if info == "python" and name:
-            files[name[1]] = text
-    return files
+    texts = [text for info, text in fences(document) if info == "python"]
+    names = [re.match(r"# (\w+\.py)\n", text) for text in texts]
+    return {name[1]: text for name, text in zip(names, texts) if name}
 
 
 def flags_in(text):
@@ -156,11 +166,8 @@ def reason_to_skip(command):
     for pattern, reason in SKIPPED.items():
         if re.search(pattern, command):
             return reason
-    needed = re.findall(r"pip install (.*?) &&", command)
-    packages = " ".join(needed).replace("'", "").split()
-    if "from transformers" in command:
-        packages += ["transformers", "torch"]
-    for package in [re.sub(r"<.*", "", package) for package in packages]:
+    needed = " ".join(re.findall(r"pip install (.*?) &&", command))
+    for package in re.sub(r"'|<\S*", "", needed).split():
         try:
             importlib.metadata.version(EXTRAS.get(package, package))
         except importlib.metadata.PackageNotFoundError:
@@ -168,26 +175,36 @@ def reason_to_skip(command):
     return None
 
 
-def parts_to_cover(command):
-    """The scripts of a command, and the flags of train.py; values of --mode count as flags."""
+def writers_of(text):
+    """The commands of the documents that fill the folders that a command or a program reads."""
+    read_first = [path for path in re.findall(r"out/\w[\w-]*", text) if path not in outputs_of(text)]
+    written = {path: command for command in reversed(COMMANDS) for path in outputs_of(command)}
+    return {path: written[path] for path in read_first if path in written}
+
+
+def kinds_of(command):
+    """What a command does that others may not: its programs, and the modes, files, runs and
+    packages that its flags of train.py name. Other flags need no run: tests/test_fields.py has it.
+    """
     found = set()
     for part in command.split(" && "):
         script = (re.findall(r"(\w+\.py)\b", part) or [part.split()[0]])[-1]
         found.add(script + " -c" * (" -c " in part))
         if script == "train.py":
-            found |= {*re.findall(r"--mode \w+|--\w+", part)}
+            found |= {*re.findall(r"--mode \w+|--\w+", part)} & NAMING_FLAGS
+    for writer in writers_of(command).values():
+        found |= kinds_of(writer)
     return found
 
 
 def commands_to_run():
-    """As few of the commands as have all scripts, and all flags of train.py."""
+    """A few of the commands, of all kinds."""
+    kinds = {command: kinds_of(command) for command in COMMANDS if not reason_to_skip(command)}
+    left = set().union(*kinds.values())
     chosen = []
-    covered = set()
-    runnable = [command for command in COMMANDS if not reason_to_skip(command)]
-    for command in sorted(runnable, key=lambda each: -len(parts_to_cover(each))):
-        if parts_to_cover(command) - covered:
-            chosen.append(command)
-            covered |= parts_to_cover(command)
+    while left:
+        chosen.append(max(kinds, key=lambda command: len(kinds[command] & left)))
+        left -= kinds[chosen[-1]]
     return chosen
 
 
@@ -195,9 +212,9 @@ def make_small(command):
     """The command without its installations, and with flags that make its run small."""
     command = re.sub(r"pip install .*? && ", "", command)
     command = make_config_small(command)
-    command = command.replace("--profile 20:22", "--profile 1:2")
-    command = command.replace("--plan_sweep 4", "--plan_sweep 2")
-    command = command.replace("--save_every 100", "--save_every 1").replace("@400", "@2")
+    for large, small in (("--plan_sweep 4", "--plan_sweep 2"), ("@400", "@2"),
+                         ("--save_every 100", "--save_every 1")):
+        command = command.replace(large, small)
     command = re.sub(r"XLA_FLAGS=(\S+)", r'XLA_FLAGS="\1 $XLA_FLAGS"', command)
     parts = []
     for part in command.split(" && "):
@@ -225,21 +242,18 @@ def outputs_of(command):
 
 
 def run_documented(folder, command):
-    """Run a command, and before it those of the documents that write the folders that it reads."""
+    """Run a command, and before it those of the documents that fill the folders that it reads."""
     write_folders(folder, command)
     with contextlib.chdir(folder):  # the name of a run depends on the runs that exist
         small = make_small(command)
-    run_shell(folder, small)
+    for part in small.split(" && "):
+        run_shell(folder, part)
 
 
 def write_folders(folder, text):
-    """Run the commands of the documents that write the folders that a command or a program reads.
-    """
-    for path in re.findall(r"out/\w[\w-]*", text):
-        if path not in outputs_of(text) and not (folder / path).exists():
-            writers = [each for each in COMMANDS if path in outputs_of(each)]
-            if writers:
-                run_documented(folder, writers[0])
+    for path, writer in writers_of(text).items():
+        if not (folder / path).exists():
+            run_documented(folder, writer)
 
 
 # A call of train.py alone, in which only words in single quotes have characters that a shell reads.
@@ -247,17 +261,16 @@ PLAIN_CALL = re.compile(r"python train\.py((?: +(?:'[^']*'|[\w./:,=+%@-]+)+)*)")
 
 
 def run_shell(folder, command):
-    """Run a command as a user's shell does, with caches beside the folder. Plain calls of train.py
-    run in this process, which saves seconds each; hooks have to import the files of the folder.
+    """Run a command as a user's shell does, with caches beside the folder. A plain call of train.py
+    runs in this process, which saves seconds; hooks have to import the files of the folder.
     """
-    calls = [PLAIN_CALL.fullmatch(part) for part in command.split(" && ")]
     env = {"HOME": str(folder.parent / "home"), "PYTHONDONTWRITEBYTECODE": "1",
            "XLA_FLAGS": re.sub(r"--xla_force_host\S+", "", os.environ["XLA_FLAGS"])}
-    if all(calls) and "--hooks" not in command and "--help" not in command:
+    call = PLAIN_CALL.fullmatch(command)
+    if call and "--hooks" not in command and "--help" not in command:
         with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
             patch.setenv("HOME", env["HOME"])
-            for call in calls:
-                assert train.cli(shlex.split(call[1])) == 0, command
+            assert train.cli(shlex.split(call[1])) == 0, command
         return
     env["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     run = subprocess.run(["bash", "-c", command], cwd=folder, env=os.environ | env, text=True,
@@ -279,36 +292,18 @@ def write_tokenizer(folder):
         "chat_template": CHAT_TEMPLATE}))
 
 
-def write_data(folder):
-    """Make small files of every format under the names that the documents use."""
-    from pyarrow import Table, ipc, parquet
-    tokens = np.random.default_rng(0).integers(0, 250, 5000).astype(np.uint16)
-    header = np.array([20240520, 1, len(tokens)] + [0] * 253, np.int32)
-    for name in ("train.bin", "val.bin"):
-        (folder / name).write_bytes(tokens.tobytes())
-    (folder / "train.txt").write_text("A model is trained on this text.\n" * 400)
-    stoi = {chr(i): i for i in range(250)}
-    (folder / "meta.pkl").write_bytes(pickle.dumps({"stoi": stoi}))
-    for name in ("fineweb_train_000001.bin", "fineweb_val_000000.bin"):
-        (folder / name).write_bytes(header.tobytes() + tokens.tobytes())
+def write_chats(folder):
+    """Make small files of conversations under the names that the documents use."""
     chats = [{"messages": [{"role": "user", "content": f"What is {i} + 1?"},
                            {"role": "assistant", "content": f"{i + 1}"}]} for i in range(400)]
     for name in ("chats.jsonl", "val.jsonl"):
         (folder / name).write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    table = Table.from_pylist([{"text": f"{i} bottles of beer on the wall. " * 9}
-                               for i in range(200)])
-    parquet.write_table(table, folder / "web-0.parquet")
-    (folder / "web_val").mkdir()
-    with ipc.new_stream(folder / "web_val/data-00000-of-00001.arrow", table.schema) as stream:
-        stream.write_table(table)
-    files = [{"filename": "data-00000-of-00001.arrow"}]
-    (folder / "web_val/state.json").write_text(json.dumps({"_data_files": files}))
 
 
 @pytest.fixture(scope="session")
 def filled(tmp_path_factory):
-    """A copy of the project with small data files and the small run `out/default`. All workers of a
-    session share it.
+    """A copy of the project with small data files, a run `out/default` and a model on disk. All
+    workers of a session share it.
     """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -324,7 +319,7 @@ def filled(tmp_path_factory):
                             ignore=shutil.ignore_patterns("__pycache__", "test_*", "*.png"))
             (shared / "home/.cache").mkdir(parents=True)
             (shared / "home/.cache/sixfile").symlink_to(CACHE_DIR)
-            write_data(new)
+            write_chats(new)
             write_tokenizer(new / "tokenizer")
             shutil.copy(new / "tokenizer/tokenizer.json", new)
             for document in DOCUMENTS:
@@ -332,7 +327,7 @@ def filled(tmp_path_factory):
                     (new / name).write_text(text)
             run_shell(new, f"python train.py {SMALL} --steps 2 --save_every 1 "
                            "--out_dir out/default")
-            run_shell(new, f"python train.py {SMALL} --tokenizer tokenizer --data train.txt "
+            run_shell(new, f"python train.py {SMALL} --tokenizer tokenizer --data config.py "
                            "--export models/Qwen3-0.6B --out_dir exported")
             shutil.rmtree(new / "exported")
             new.rename(folder)
@@ -351,9 +346,9 @@ def project(filled):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands_to_run(), ids=lambda command: command[:90])
 def test_a_command_runs(command, project):
-    """Commands with all scripts of the documents, and all flags of train.py, end with exit code 0.
+    """Commands of all kinds in the documents end with exit code 0.
 
-    Break: README.md: --mode sample --prompt 'def ' => --mode sample --prompts 'def '
+    Break: README.md: --hooks my_hooks.py:in_bits => --hooks my_hooks.py:bits
     """
     run_documented(project, command)
 
@@ -364,19 +359,14 @@ def test_each_command_is_legal(tmp_path, monkeypatch):
     Break: tests/COMMANDS.md: --packing best_fit --seq_len => --packing best --seq_len
     """
     monkeypatch.chdir(tmp_path)
-    kinds = {
-        "train.py": config.Config, "plan.py": plan.PlanConfig, "clicks.py": clicks.ClicksConfig,
-        "windows.py": clicks.windows.WindowsConfig,
-        "digits.py": digits.DigitsConfig, "distill.py": distill.DistillConfig,
-        "dpo.py": dpo.DpoConfig, "tune.py": tune.SweepConfig, "on_ray.py": on_ray.RayConfig}
     n_parsed = 0
     for part in " && ".join(COMMANDS).split(" && "):
         call = re.match(r"(?:[A-Z_]+=\S+ )*python (?:\S*/)?(\w+\.py) (--.*)", part)
-        if not call or call[1] not in kinds:
+        if not call or call[1] not in CONFIGS:
             continue
         if re.search(r"--help|--branch_from|--config \S+json|\$", part):
             continue
-        cfg = config.parse(shlex.split(call[2]), kinds[call[1]])
+        cfg = config.parse(shlex.split(call[2]), CONFIGS[call[1]])
         sizes = [size for size in (getattr(cfg, axis) for axis in config.AXES) if size > 0]
         errors = config.text_errors if call[1] in ("train.py", "plan.py") else lambda *args: []
         config.validate(cfg, math.prod(sizes), (), errors)
@@ -429,10 +419,8 @@ def test_flags_exist():
 
     Break: README.md: --val_frac 20% => --val_fraction 20%
     """
-    kinds = (config.Config, plan.PlanConfig, clicks.ClicksConfig, digits.DigitsConfig,
-             distill.DistillConfig, dpo.DpoConfig, on_ray.RayConfig, tune.SweepConfig)
     known = {"help"}
-    for kind in kinds:
+    for kind in CONFIGS.values():
         known.update(field.name for field in dataclasses.fields(kind))
     for tool in (*(ROOT / "tests").glob("[!t]*.py"), ROOT / "tests/recipes/audit.py"):
         known.update(re.findall(r'"--(\w+)"', tool.read_text()))

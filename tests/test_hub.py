@@ -84,35 +84,23 @@ def text(word, n=400):
 # ---- names
 
 NAMES = {
-    "hf://o/n": ("hf://o/n", "model", None, "", ""),
     "hf://o/n.2-x@v1": ("hf://o/n.2-x@v1", "model", "v1", "", ""),
-    f"hf://o/n@{COMMIT_1}": ("hf://o/n", "model", COMMIT_1, COMMIT_1, ""),
     f"hf://o/n@v1@{COMMIT_1}/a.json": ("hf://o/n@v1", "model", COMMIT_1, COMMIT_1, "/a.json"),
-    "hf://o/n@v1 load=w* strict=no": ("hf://o/n@v1", "model", "v1", "", " load=w* strict=no"),
-    "hf://datasets/o/n@v1/x=1/*.txt=0.5": (
-        "hf://datasets/o/n@v1", "dataset", "v1", "", "/x=1/*.txt=0.5"),
-    "hf://datasets/o/n@refs%2Fconvert%2Fparquet/a/b": (
-        "hf://datasets/o/n@refs%2Fconvert%2Fparquet", "dataset", "refs/convert/parquet", "",
-        "/a/b"),
+    "hf://o/n load=w* strict=no": ("hf://o/n", "model", None, "", " load=w* strict=no"),
+    "hf://datasets/o/n@refs%2Fconvert/x=1/*.txt=0.5": (
+        "hf://datasets/o/n@refs%2Fconvert", "dataset", "refs/convert", "", "/x=1/*.txt=0.5"),
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_parts_of_a_name(name):
-    """A name has a kind, a repository, a revision, a commit and a path or options.
+def test_the_parts_of_a_name(tiny):
+    """A name has a kind, a repository, a revision, a commit and a path or options; each field
+    refuses another text with the forms that names have.
 
     Break: data.py: "revision": commit or unquote(revision) or None => "revision": revision or None
     """
-    found = data.parse_hub(name)
-    assert tuple(found[key] for key in ("name", "kind", "revision", "commit", "rest")) == \
-        NAMES[name]
-
-
-def test_a_malformed_name_is_refused(tiny):
-    """The error names the text and the forms that names have, in each field.
-
-    Break: data.py: ?(?=[/\\s=]|$)" => ?"
-    """
+    for name, parts in NAMES.items():
+        found = data.parse_hub(name)
+        assert tuple(found[key] for key in ("name", "kind", "revision", "commit", "rest")) == parts
     for name in ("hf://", "hf://gpt2", "hf://o/n@", "hf://o/n@a@b", "hf://o/n?x"):
         with pytest.raises(ValueError, match="a name on the Hub must be hf://ORG/NAME, "):
             data.parse_hub(name)
@@ -122,9 +110,7 @@ def test_a_malformed_name_is_refused(tiny):
 
 
 def test_a_name_gets_the_commit_of_its_revision(cache):
-    """A branch or tag becomes the commit that it has in the cache. A commit, options and a path
-    stay, and so does each result. A name that an earlier launch resolved gets its commit though the
-    branch has moved; another revision, another kind of repository and a commit do not.
+    """A branch becomes its commit in the cache, or that of an earlier launch; a commit stays.
 
     Break: data.py: commits.get(hub["name"]) or => None or
     """
@@ -183,9 +169,9 @@ def test_a_missing_package_is_an_error(monkeypatch):
 # ---- runs
 
 def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys):
-    """A run from a model and data on the Hub records the commits in config.json and in each
-    meta.json. After the branches have moved, the same command resumes with the same files, whether
-    config.json is there or not, and --mode eval reads them, too. A new run takes the newer files.
+    """A run records the commits of its model and data. After the branches have moved, it resumes
+    with the same files, also without config.json; a new run takes the newer ones, and exports their
+    tokenizer and the entries of their config.json.
 
     Break: train.py: saved = meta.get("config") => saved = {}
     """
@@ -193,11 +179,10 @@ def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys
     put(cache, "model", "o/n", COMMIT_1, files)
     put(cache, "dataset", "o/d", COMMIT_1, {"x/1.txt": text("a"), "x/2.txt": text("a b"),
                                             "val/1.txt": text("?")})
-    default = config.Config()
+    default = config.Config()  # its shape gives way to that of init_from
     cfg = tiny(init_from=("hf://o/n load=*",), data=("hf://datasets/o/d/x/*.txt",),
-               val_data=("set=hf://datasets/o/d/val/*.txt",), steps=4,
-               **{name: getattr(default, name) for name in ("d_model", "n_layers", "n_heads",
-                                                            "n_kv_heads")})
+               val_data=("set=hf://datasets/o/d/val/*.txt",), steps=4, d_model=default.d_model,
+               n_layers=default.n_layers, n_heads=default.n_heads, n_kv_heads=default.n_kv_heads)
     began = []
     def watch(event, value):
         if event == "load":
@@ -219,6 +204,7 @@ def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys
 
     # The branches move.
     newer, newer_embed = model_files(tmp_path, seed=1)
+    newer["config.json"] = json.dumps(json.loads(newer["config.json"]) | {"pad_token_id": 3})
     put(cache, "model", "o/n", COMMIT_2, newer)
     put(cache, "dataset", "o/d", COMMIT_2, {"x/1.txt": text("b"), "val/1.txt": text("a")})
     (tmp_path / "out/config.json").unlink()
@@ -227,8 +213,12 @@ def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys
     saved = json.loads((tmp_path / "out/config.json").read_text())
     assert {name: saved[name] for name in recorded} == recorded
     assert train.main(dataclasses.replace(cfg, mode="eval"))["step"] == 6
-    train.main(dataclasses.replace(cfg, out_dir=str(tmp_path / "new")), hooks=[watch])
+    train.main(dataclasses.replace(cfg, out_dir=str(tmp_path / "new"),
+                                   export=str(tmp_path / "exported")), hooks=[watch])
     assert (began[1] == newer_embed).all()
+    exported = json.loads((tmp_path / "exported/config.json").read_text())
+    assert exported["pad_token_id"] == 3
+    assert (tmp_path / "exported/tokenizer.json").read_text() == TOKENIZER
     with pytest.raises(ValueError, match=f"init_from was .*{COMMIT_1} .*, is .*{COMMIT_2} "):
         train.main(dataclasses.replace(cfg, init_from=(f"hf://o/n@{COMMIT_2} load=*",)))
 
@@ -265,50 +255,29 @@ def test_a_repository_that_is_no_model_is_refused(cache, tiny):
         train.main(tiny(init_from=("hf://o/n",)))
 
 
-def test_exports_of_a_model_on_the_hub(cache, tiny, tmp_path):
-    """Exported weights get the tokenizer's files and keep the entries of the model's config.json.
-
-    Break: train.py: hf_config[name] = saved[name] => pass
-    """
-    files, _ = model_files(tmp_path)
-    files["config.json"] = json.dumps(json.loads(files["config.json"]) | {"pad_token_id": 3})
-    put(cache, "model", "o/n", COMMIT_1, files)
-    default = config.Config()
-    cfg = tiny(init_from=("hf://o/n",), lora_rank=2, steps=1, eval_every=0,
-               export=str(tmp_path / "merged"),
-               **{name: getattr(default, name) for name in ("d_model", "n_layers", "n_heads",
-                                                            "n_kv_heads")})
-    train.main(cfg)
-    exported = json.loads((tmp_path / "merged/config.json").read_text())
-    assert exported["pad_token_id"] == 3
-    assert (tmp_path / "merged/tokenizer.json").read_text() == TOKENIZER
-
-
 # ---- a server
 
-def serve(repos, requests):
-    """Start a server that answers as the Hub does; return it.
+@pytest.fixture
+def hub_server():
+    """(repos, requests, its address, a function that ends it) of a server that answers as the Hub.
 
-    repos: {"models/ORG/NAME" or "datasets/ORG/NAME": {revision: (commit, {path: content})}}, which
-    a test may change. requests: a list that gets the path of each request.
+    repos: {"models/ORG/NAME" or "datasets/ORG/NAME": {revision: (commit, {path: content})}}, to be
+    filled. requests: a list that gets the path of each request.
     """
+    repos, requests = {}, []
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             requests.append(self.path)
-            parts = unquote(urlsplit(self.path).path).strip("/").split("/")
-            if parts[0] == "api":
-                kind, org, name, verb, revision, *path = parts[1:]
-            else:
-                if parts[0] != "datasets":
-                    parts = ["models", *parts]
-                kind, org, name, verb, revision, *path = parts
-            revisions = repos.get(f"{kind}/{org}/{name}")
-            if revisions is None:
+            parts = unquote(urlsplit(self.path).path).removeprefix("/api").strip("/").split("/")
+            if parts[0] not in ("models", "datasets"):
+                parts = ["models", *parts]
+            kind, org, name, verb, revision, *path = parts
+            revisions = repos.get(f"{kind}/{org}/{name}", {})
+            by_commit = {commit: (commit, files) for commit, files in revisions.values()}
+            if revision not in revisions | by_commit:
                 return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-            by_commit = dict(revisions.values())
-            if revision not in revisions and revision not in by_commit:
-                return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-            commit, files = revisions.get(revision, (revision, by_commit.get(revision)))
+            commit, files = (revisions | by_commit)[revision]
             if verb == "revision":
                 return self.answer(200, json.dumps({"id": f"{org}/{name}", "sha": commit}).encode())
             if verb == "tree":
@@ -319,14 +288,14 @@ def serve(repos, requests):
             headers = {"X-Repo-Commit": commit}
             if content is None:
                 return self.answer(404, b"", headers | {"X-Error-Code": "EntryNotFound"})
-            etag = hashlib.sha1(content).hexdigest()
-            return self.answer(200, content, headers | {"ETag": f'"{etag}"'})
+            headers["ETag"] = f'"{hashlib.sha1(content).hexdigest()}"'
+            return self.answer(200, content, headers)
 
         do_HEAD = do_GET
 
-        def answer(self, status, content, headers=()):
+        def answer(self, status, content, headers={}):
             self.send_response(status)
-            for name, value in dict(headers).items():
+            for name, value in headers.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -338,7 +307,13 @@ def serve(repos, requests):
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
+
+    def end():
+        server.shutdown()
+        server.server_close()
+
+    yield repos, requests, f"http://127.0.0.1:{server.server_port}", end
+    end()
 
 
 @pytest.fixture
@@ -360,10 +335,14 @@ def launch(tmp_path):
 
 
 def downloads(requests):
-    """The files that were asked for, except for .gitattributes; forget the requests."""
-    found = {path.partition("/resolve/")[2][41:] for path in requests if "/resolve/" in path}
+    """{repository: the files that were asked for, except for .gitattributes}; forget them."""
+    found = {}
+    for path in requests:
+        repo, resolve, file = path.partition("/resolve/")
+        if resolve and not file.endswith(".gitattributes"):
+            found.setdefault(repo.strip("/"), set()).add(file.partition("/")[2])
     requests.clear()
-    return found - {"", "gitattributes", "s"}
+    return found
 
 
 FETCH = """
@@ -377,45 +356,37 @@ for name in sys.argv[1:]:
 """
 
 
-def test_only_the_needed_files_are_fetched(launch):
+def test_only_the_needed_files_are_fetched(launch, hub_server):
     """Of a model, the settings and the tokenizer are fetched, and on request its weights; of a data
-    set, the files that the pattern matches. Nothing is fetched twice, or without network after the
-    first time. A repository and a file that do not exist are errors.
+    set, the files that the pattern matches. Nothing is fetched twice, or needs the network again.
 
     Break: data.py: patterns = (path.replace("**/", "*"), => patterns = ("*",
     """
+    repos, requests, endpoint, end = hub_server
     settings = {"config.json", "tokenizer.json", "chat_template.jinja", "merges.txt"}
+    files = dict.fromkeys([
+        ".gitattributes", *settings, "model-1.safetensors", "consolidated.safetensors",
+        "pytorch_model.bin", "README.md", "c.txt", "x/a.txt", "x/b.txt", "saved/state.json",
+        "saved/data.arrow"], b"x")
     wanted = {
         "hf://o/n": settings,
-        "hf://o/n+": {"model-1.safetensors"},
-        "hf://datasets/o/d@v2/x/*.txt": {"x/a.txt", "x/b.txt"},
-        "hf://datasets/o/d/**/*.txt": {"x/a.txt", "x/b.txt", "c.txt"},
-        "hf://datasets/o/d/saved": {"saved/state.json", "saved/data.arrow"},
+        "hf://o/weights+": settings | {"model-1.safetensors"},
+        "hf://datasets/o/a@v2/x/*.txt": {"x/a.txt", "x/b.txt"},
+        "hf://datasets/o/b/**/*.txt": {"x/a.txt", "x/b.txt", "c.txt", "merges.txt"},
+        "hf://datasets/o/c/saved": {"saved/state.json", "saved/data.arrow"},
     }
-    repos = {
-        "models/o/n": {"main": (COMMIT_1, dict.fromkeys(
-            [".gitattributes", *settings, "model-1.safetensors", "consolidated.safetensors",
-             "pytorch_model.bin", "README.md"], b"x"))},
-        "datasets/o/d": {"main": (COMMIT_2, dict.fromkeys(
-            [".gitattributes", "c.txt", "x/a.txt", "x/b.txt", "README.md", "saved/state.json",
-             "saved/data.arrow"], b"y"))},
-    }
-    repos["datasets/o/d"]["v2"] = ("3" * 40, repos["datasets/o/d"]["main"][1])
-    requests = []
-    server = serve(repos, requests)
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    first = []
-    for name, files in wanted.items():
-        first += launch(FETCH, endpoint, name)
-        assert downloads(requests) == files, name
-    assert launch(FETCH, endpoint, *wanted) == first
-    assert downloads(requests) == set()
-    printed = "\n".join(launch(FETCH, endpoint, "hf://o/x", "hf://o/n/none.json"))
-    assert re.findall("error: (.*?): ", printed) == ["hf://o/x", f"hf://o/n@{COMMIT_1}/none.json"]
-    server.shutdown()
-    server.server_close()
-    assert launch(FETCH, "", *wanted) == first
-    assert all(os.path.exists(path.split("*")[0]) for path in first)
+    for repo in ("models/o/n", "models/o/weights", *(f"datasets/o/{name}" for name in "abc")):
+        repos[repo] = {"main": (COMMIT_1, files), "v2": (COMMIT_2, files)}
+    first = launch(FETCH, endpoint, *wanted, "hf://o/x", "hf://o/n/none.json")
+    assert [*downloads(requests).values()] == [*wanted.values()]
+    *paths, no_repo, no_file = first
+    assert no_repo.startswith("error: hf://o/x: ")
+    assert no_file.startswith(f"error: hf://o/n@{COMMIT_1}/none.json: ")
+    assert launch(FETCH, endpoint, *wanted) == paths
+    assert downloads(requests) == {}
+    end()
+    assert launch(FETCH, "", *wanted) == paths
+    assert all(os.path.exists(path.split("*")[0]) for path in paths)
 
 
 COMMAND_LINES = """
@@ -426,19 +397,17 @@ for line in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_command_lines_with_names_on_the_hub(launch, tmp_path):
+def test_command_lines_with_names_on_the_hub(launch, hub_server, tmp_path):
     """--mode plan fetches no weights and no data. A run fetches both. It resumes without network.
 
     Break: train.py: data.hub_path(path, weights=True) => folder = data.hub_path(path)
     """
+    repos, requests, endpoint, end = hub_server
     files, _ = model_files(tmp_path)
     files = {path: x if isinstance(x, bytes) else x.encode() for path, x in files.items()}
     rows = "\n".join(json.dumps({"text": "a b " * n}) for n in range(1, 60)).encode()
-    repos = {"models/o/n": {"main": (COMMIT_1, files)},
-             "datasets/o/d": {"main": (COMMIT_2, {".gitattributes": b"", "x.jsonl": rows})}}
-    requests = []
-    server = serve(repos, requests)
-    endpoint = f"http://127.0.0.1:{server.server_port}"
+    repos["models/o/n"] = {"main": (COMMIT_1, files)}
+    repos["datasets/o/d"] = {"main": (COMMIT_2, {".gitattributes": b"", "x.jsonl": rows})}
     flags = ["--init_from", "hf://o/n", "--data", "hf://datasets/o/d/*.jsonl", "--seq_len", "16",
              "--batch_size", "8", "--sample_tokens", "0", "--eval_batches", "1", "--out_dir",
              str(tmp_path / "out"), "--cache_dir", str(tmp_path / "cache")]
@@ -447,13 +416,10 @@ def test_command_lines_with_names_on_the_hub(launch, tmp_path):
         return launch(COMMAND_LINES, endpoint, json.dumps([*flags, *more]))
 
     assert run("--mode", "plan")[-1] == "exit code 0"
-    assert downloads(requests) == {"config.json", "tokenizer.json"}
+    assert downloads(requests) == {"o/n": {"config.json", "tokenizer.json"}}
     assert run("--steps", "2")[-1] == "exit code 0"
-    assert downloads(requests) == {"model.safetensors", "x.jsonl"}
-    repos["models/o/n"]["main"] = ("4" * 40, {})
-    assert run("--steps", "3")[-1] == "exit code 0"
-    server.shutdown()
-    server.server_close()
+    assert downloads(requests) == {"o/n": {"model.safetensors"}, "datasets/o/d": {"x.jsonl"}}
+    end()
     assert run("--steps", "4")[-1] == "exit code 0"
     _, meta = ckpt.newest_meta(tmp_path / "out/ckpt")
     assert meta["step"] == 4
