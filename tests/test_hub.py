@@ -280,11 +280,12 @@ def hub_server():
                 return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
             commit, files = (revisions | by_commit)[revision]
             if verb == "revision":
-                return self.answer(200, json.dumps({"id": f"{org}/{name}", "sha": commit}).encode())
+                info = {"id": f"{org}/{name}", "sha": commit}
+                return self.answer(200, json.dumps(info).encode(), {})
             if verb == "tree":
                 tree = [{"type": "file", "path": file, "size": len(content), "oid": "0" * 40}
                         for file, content in files.items()]
-                return self.answer(200, json.dumps(tree).encode())
+                return self.answer(200, json.dumps(tree).encode(), {})
             content = files.get("/".join(path))
             headers = {"X-Repo-Commit": commit}
             if content is None:
@@ -294,7 +295,7 @@ def hub_server():
 
         do_HEAD = do_GET
 
-        def answer(self, status, content, headers={}):
+        def answer(self, status, content, headers):
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
