@@ -3,11 +3,8 @@
 import dataclasses
 import itertools
 import json
-import multiprocessing
 import os
 import re
-import signal
-import subprocess
 import sys
 import threading
 import zipfile
@@ -31,7 +28,7 @@ import clicks
 import make_clicks
 
 import bench
-from test_recipes import kill_at, saved_arrays
+from test_recipes import assert_same_arrays, kill_at, killed_and_resumed
 from test_step import BASE, batch_structs, compiled, host, place
 
 SMALL = "user=2^12", "item=2^12", "category=2^8", "history=2^12:4"
@@ -144,8 +141,8 @@ def test_it_ranks_nearly_as_well_as_the_truth(planted, monkeypatch):
     assert summary["step"] == 351
 
 
-def train_clicks(cfg, kill_step):
-    train.main(cfg, [kill_at(kill_step), clicks.sparse_rows], clicks.TASK)
+def train_clicks(cfg, kill_step=0):
+    return train.main(cfg, [kill_at(kill_step), clicks.sparse_rows], clicks.TASK)
 
 
 @pytest.mark.slow
@@ -159,15 +156,8 @@ def test_killed_in_a_window_it_resumes_bit_exactly_over_8_devices(planted):
     cfg = planted(save_every=5, dp=1, fsdp=8, log_every=5)
     summary = train.main(cfg, [clicks.sparse_rows], clicks.TASK)
     killed = dataclasses.replace(cfg, out_dir=cfg.out_dir + "_killed")
-    forks = multiprocessing.get_context("forkserver")
-    run = forks.Process(target=train_clicks, args=(killed, 18), daemon=True)
-    run.start()
-    run.join(120)
-    assert run.exitcode == -signal.SIGKILL
-    again = train.main(killed, [clicks.sparse_rows], clicks.TASK)
-    straight, resumed = saved_arrays(cfg.out_dir), saved_arrays(killed.out_dir)
-    assert straight.keys() == resumed.keys() and "params/rows.item" in straight
-    assert all(np.array_equal(straight[k], resumed[k]) for k in straight)
+    again = killed_and_resumed(killed, 18, train_clicks)
+    assert_same_arrays(cfg, killed)
     assert again["val_auc"] == summary["val_auc"]
     item = summary["state"]["params"]["rows.item"]
     assert item.addressable_shards[0].data.shape == (2**9, 8) and len(jax.devices()) == 8
@@ -313,45 +303,34 @@ def test_a_broken_file_is_rejected(tmp_path):
             clicks.read_day(str(tmp_path / f"{name}.npz"), cfg)
 
 
-def test_a_bad_day_at_the_command_line_has_no_traceback(tmp_path, cache_dir, capsys):
-    """A day with float ids, as pandas makes them of a column with a gap: one sentence and exit code
-    2, for training and for validation data.
-
-    Break: train.py: if not is_user_error(e) and not jax.distributed.is_initialized(): => if True:
-    """
-    good, bad = str(tmp_path / "good.npz"), str(tmp_path / "gap.npz")
-    make_clicks.make_day(tmp_path / "good.npz", 300, 0)
-    day = dict(np.load(good))
-    np.savez(bad, **day | {"user": np.where(np.arange(300) == 7, np.nan, day["user"])})
-    flags = ["--out_dir", str(tmp_path / "out"), "--cache_dir", cache_dir, "--tables", *SMALL]
-    for files in (["--data", bad], ["--data", good, "--val_data", bad]):
-        assert train.cli([*flags, *files], task=clicks.TASK, kind=clicks.ClicksConfig) == 2
-        error = capsys.readouterr().err
-        assert "gap.npz: user has dtype float64, such as nan" in error
-        assert "Traceback" not in error
-
-
-@pytest.mark.slow
-def test_clicks_by_the_line_of_the_readme(tmp_path):
-    """Both programs run, with fewer rows, and print the evaluation metrics. A mistyped flag is
-    an error of one sentence, without a traceback.
+def test_clicks_at_the_command_line(tmp_path, cache_dir, capsys):
+    """A run prints the metrics of its evaluations. A day with float ids, as pandas makes them of a
+    column with a gap, in either data, and a mistyped value are errors of one sentence.
 
     Break: train.py: metric not in ("step", "val_loss")) => metric != "val_loss")[:2]
     """
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    days, out = str(tmp_path / "days"), str(tmp_path / "out")
-    make = [sys.executable, str(ROOT / "tests/recipes/make_clicks.py"), days, "2", "5000"]
-    assert subprocess.run(make, env=env, timeout=60).returncode == 0
-    call = [sys.executable, str(ROOT / "tests/recipes/clicks.py"), "--data", f"{days}/*.npz",
-            "--out_dir", out, "--tables", *SMALL]
-    run = subprocess.run(call, env=env, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and "done: all 9 steps are done" in run.stdout, run.stderr[-2000:]
-    assert re.search(r"step      9  .*validation loss \d\.\d{4}  of step 5", run.stdout)
-    assert re.search(r"validation loss \d\.\d{4}  .*auc 0\.\d+  group_auc 0\.\d+", run.stdout)
-    run = subprocess.run([*call, "--group", "usr"], env=env, capture_output=True, text=True,
-                         timeout=120)
-    assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
-    assert "each once, with group 'usr' among them" in run.stderr
+    days = str(tmp_path / "days/*.npz")
+    make_clicks.main(tmp_path / "days", 2, 5000)
+    bad = str(tmp_path / "gap.npz")
+    day = dict(np.load(tmp_path / "days/day000.npz"))
+    np.savez(bad, **day | {"user": np.where(np.arange(5000) == 7, np.nan, day["user"])})
+
+    def call(*flags):
+        flags = ["--out_dir", str(tmp_path / "out"), "--cache_dir", cache_dir, "--tables", *SMALL,
+                 *flags]
+        code = train.cli(flags, [clicks.sparse_rows], clicks.TASK, clicks.ClicksConfig)
+        return code, capsys.readouterr()
+
+    code, printed = call("--data", days)
+    assert code == 0 and "done: all 9 steps are done" in printed.out
+    assert re.search(r"step      9  .*validation loss \d\.\d{4}  of step 5", printed.out)
+    assert re.search(r"validation loss \d\.\d{4}  .*auc 0\.\d+  group_auc 0\.\d+", printed.out)
+    for flags, words in (
+            (["--data", bad], "gap.npz: user has dtype float64, such as nan"),
+            (["--data", days, "--val_data", bad], "gap.npz: user has dtype float64, such as nan"),
+            (["--data", days, "--group", "usr"], "each once, with group 'usr' among them")):
+        code, printed = call(*flags, "--resume", "overwrite")
+        assert code == 2 and words in printed.err and "Traceback" not in printed.err
 
 
 def test_an_evaluation_in_microbatches_splits_few_groups(planted, tmp_path):

@@ -2,10 +2,8 @@
 """The recipe for Direct Preference Optimization, and the log-probabilities of labels in it."""
 import dataclasses
 import json
-import multiprocessing
 import random
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -20,7 +18,7 @@ import model
 import train
 from conftest import ROOT
 from test_real_data import chat_tokenizer, write_rows
-from test_recipes import kill_at, saved_arrays
+from test_recipes import assert_same_arrays, kill_at, killed_and_resumed
 
 sys.path.insert(0, str(ROOT / "tests/recipes"))
 import dpo
@@ -315,8 +313,11 @@ def test_a_preference_is_learnt(tiny, tmp_path):
     assert summary["val_n_labels"] == 200
 
 
-def train_dpo(cfg, kill_step):
-    train.main(cfg, [kill_at(kill_step)], dpo.TASK)
+def train_dpo(cfg, kill_step=0):
+    if not kill_step:  # the base run is trained further
+        base = Path(cfg.init_from[0])
+        (base.parent / "newest").rename(base / "ckpt/000000003")
+    return train.main(cfg, [kill_at(kill_step)], dpo.TASK)
 
 
 @pytest.mark.slow
@@ -345,18 +346,9 @@ def test_killed_and_resumed_equals_straight_and_another_mesh_agrees(tiny, tmp_pa
     for name in ("val_loss", "val_margin", "val_chosen_reward", "loss", "grad_norm"):
         np.testing.assert_allclose(straight[name], other[name], rtol=1e-4, atol=1e-5)
     killed = dataclasses.replace(cfg, out_dir=str(tmp_path / "killed"))
-    forks = multiprocessing.get_context("forkserver")
-    run = forks.Process(target=train_dpo, args=(killed, 5), daemon=True)
-    run.start()
-    run.join(120)
-    assert run.exitcode == -signal.SIGKILL
-    assert 0 < ckpt.latest(tmp_path / "killed/ckpt") < 6
-    (tmp_path / "newest").rename(newest)
-    resumed = train.main(killed, task=dpo.TASK)
+    resumed = killed_and_resumed(killed, 5, train_dpo)
     assert resumed["val_loss"] == straight["val_loss"] != 0
-    arrays = [saved_arrays(each.out_dir) for each in (cfg, killed)]
-    assert arrays[0].keys() == arrays[1].keys()
-    assert all(np.array_equal(arrays[0][name], arrays[1][name]) for name in arrays[0])
+    assert_same_arrays(cfg, killed)
     again = dataclasses.replace(killed, mode="eval")
     assert train.main(again, task=dpo.TASK)["val_loss"] == straight["val_loss"]
     shutil.rmtree(tmp_path / "killed/ckpt/reference")

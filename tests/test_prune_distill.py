@@ -2,9 +2,6 @@
 """The recipes for pruning and distillation, against NumPy, and killed and resumed."""
 import dataclasses
 import itertools
-import multiprocessing
-import os
-import signal
 import sys
 import time
 
@@ -20,7 +17,7 @@ import model
 import step as steplib
 import train
 from conftest import ROOT
-from test_recipes import saved_arrays
+from test_recipes import assert_same_arrays, kill_at, killed_and_resumed, saved_arrays
 
 sys.path.insert(0, str(ROOT / "tests/recipes"))
 import distill
@@ -29,33 +26,15 @@ import prune
 SHARDED = dict(dp=1, fsdp=4, tp=2, dtype="float32")
 
 
-def kill_at(step, cfg):
-    """Return a hook that kills the process with SIGKILL at the metrics of `step`, once a checkpoint
-    is committed.
-    """
+def kill_after_save(step, cfg):
+    """Return a hook that kills the process at the metrics of `step`, once a checkpoint is saved."""
+    kill = kill_at(step)
+
     def hook(event, value):
-        if event == "step" and value["step"] == step:
-            while ckpt.latest(f"{cfg.out_dir}/ckpt") is None:
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+        while event == "step" and value["step"] == step and not ckpt.steps(f"{cfg.out_dir}/ckpt"):
+            time.sleep(0.01)
+        kill(event, value)
     return hook
-
-
-def killed_and_resumed(cfg, kill_step, run):
-    """Launch run(cfg, kill_step), which dies by SIGKILL; the summary of a second launch."""
-    forks = multiprocessing.get_context("forkserver")
-    first = forks.Process(target=run, args=(cfg, kill_step), daemon=True)
-    first.start()
-    first.join(120)
-    assert first.exitcode == -signal.SIGKILL
-    assert 0 < ckpt.latest(f"{cfg.out_dir}/ckpt") < kill_step
-    return run(cfg)
-
-
-def assert_same_arrays(cfg, other):
-    one, two = saved_arrays(cfg.out_dir), saved_arrays(other.out_dir)
-    assert one.keys() == two.keys()
-    assert all(np.array_equal(one[name], two[name]) for name in one)
 
 
 def pruned_by_numpy(new, old, step, sparsity, first, last, every):
@@ -114,7 +93,7 @@ def test_pruning_is_that_of_numpy(dtype):
 def train_pruned(cfg, kill_step=None):
     hooks = [prune.prune_to(sparsity=0.75, first=2, last=9, every=2)]
     if kill_step:
-        hooks.append(kill_at(kill_step, cfg))
+        hooks.append(kill_after_save(kill_step, cfg))
     return train.main(cfg, hooks)
 
 
@@ -205,7 +184,7 @@ def student(tiny_cfg, **changes):
 def train_student(cfg, kill_step=None):
     hooks = []
     if kill_step:
-        hooks.append(kill_at(kill_step, cfg))
+        hooks.append(kill_after_save(kill_step, cfg))
     return train.main(cfg, hooks, distill.TASK)
 
 

@@ -2,6 +2,7 @@
 """Each recipe runs as users run it, without edits of the six files."""
 import dataclasses
 import itertools
+import multiprocessing
 import os
 import queue
 import signal
@@ -43,6 +44,23 @@ def kill_at(step):
         if event == "step" and value["step"] == step:
             os.kill(os.getpid(), signal.SIGKILL)
     return hook
+
+
+def killed_and_resumed(cfg, kill_step, run):
+    """Launch run(cfg, kill_step), which dies by SIGKILL; the summary of a second launch."""
+    forks = multiprocessing.get_context("forkserver")
+    first = forks.Process(target=run, args=(cfg, kill_step), daemon=True)
+    first.start()
+    first.join(120)
+    assert first.exitcode == -signal.SIGKILL
+    assert ckpt.latest(f"{cfg.out_dir}/ckpt") < kill_step
+    return run(cfg)
+
+
+def assert_same_arrays(cfg, other):
+    one, two = saved_arrays(cfg.out_dir), saved_arrays(other.out_dir)
+    assert one.keys() == two.keys()
+    assert all(np.array_equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.slow
