@@ -440,7 +440,7 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
 
     Source: z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
-    logits_BTV = loss_logits(x_BTD, unembed_DV, cfg)
+    logits_BTV = loss_logits(x_BTD, unembed_DV, cfg)  # _logits; on a GPU perhaps rounded
     with jax.named_scope("loss"):
         mask_BT = labels_BT != IGNORE
         max_BT, lse_BT = max_and_logsumexp(logits_BTV)

@@ -372,91 +372,6 @@ def start_run(setup, progress, observers, check_lock, state, params):
     return run, state
 
 
-# ---- where a run starts
-
-
-def choose_start(setup, train_data, state, params):
-    """Decide where the initial state comes from: {"origin": a text, "sources": texts that name the
-    sources of parameters, "missing": parameters that the checkpoint lacks (all, without one),
-    "load_from": sources to load them from, "meta": of the newest checkpoint, or {}, "root": its
-    folder, "step": its step, None for the newest intact one, "is_branch": whether it is that of
-    another run}. Prints the sources.
-
-    Another mesh is fine, and so is another value of a field in config.RESUMABLE_FIELDS. Raises
-    ValueError when the data, the sources or another field differ and --allow_change does not name
-    them.
-    """
-    cfg, root = setup["cfg"], setup["root"]
-    is_given = state is not None or params is not None
-    others = config.nearest_runs(cfg.out_dir)
-    _, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given, others)
-    start = {"origin": "a fresh initialization", "sources": [], "missing": set(), "load_from": [],
-             "meta": meta, "root": root, "step": None, "is_branch": False}
-    if state is not None:
-        return start | {"origin": "the given state"}
-    if params is not None:
-        return start | {"origin": "the given parameters"}
-
-    if meta:
-        start["origin"] = "its own checkpoint"
-        config.check_resumable(
-            meta["config"], cfg, meta.get("mesh", {}), dict(setup["mesh"].shape))
-    # Optional: branches of a run.
-    elif cfg.branch_from:
-        start |= find_branch(cfg)
-    start["missing"], start["load_from"] = find_parameters(setup, start["meta"])
-    sources = [source.get("summary", source["path"]) for source in start["load_from"]]
-    if sources and not start["meta"]:
-        start["origin"] = ", ".join(sources)
-    start["sources"] = sources or start["meta"].get("sources", [])
-
-    # A run resumes on the same data, and from the same sources if it needs them.
-    if meta:
-        saved = {"data": meta["data"]["fingerprint"], "init_from": meta.get("sources")}
-        current = {"data": train_data["fingerprint"], "init_from": start["sources"]}
-        errors = []
-        for text in config.differences(saved, current):
-            name = text.split()[0]
-            if name not in cfg.allow_change:
-                errors.append(f"{text}: bring it back, or continue with --allow_change {name}")
-        config.raise_if_errors(
-            errors, f"{cfg.out_dir} holds a run from other data or parameters")
-    return start
-
-
-def load_start(setup, start, programs, state, params):
-    """(its step, the initial state) that choose_start has chosen. Without a loop, programs["state"]
-    has the parameters alone.
-    """
-    cfg = setup["cfg"]
-    key = jax.random.key(cfg.seed)
-    like = programs["state"]
-    if state is not None:
-        placed = place_state(state, like)
-        return int(state["step"]), placed
-    if params is not None:
-        params = place_params(params, like["params"])
-        return 0, programs["from_params"](key, params=params)
-
-    # The parameters that no checkpoint of this run has.
-    initial = {}
-    if start["missing"]:
-        loaded = ckpt.load_parameters(start["load_from"], like["params"])
-        if loaded:
-            initial = programs["from_params"](key, params=loaded)
-        else:
-            initial = programs["init"](key)
-    if not start["meta"]:
-        return 0, initial
-    # The checkpoint, with the arrays that it lacks: parameters, and the scale of a new float16.
-    if "scale" in like:
-        shardings = jax.tree.map(lambda x: x.sharding, like["scale"])
-        initial |= {"scale": jax.device_put(steplib.init_loss_scale(), shardings)}
-    drops_unknown = "state" in cfg.allow_change
-    return ckpt.restore_run(start["root"], start["meta"], like, initial, start["missing"],
-                            start["step"], drops_unknown, print0)
-
-
 # ---- what changes during a run
 
 
@@ -886,9 +801,10 @@ def run_hooks(hooks, event, value):
 # ---- supporting
 #
 # Every run uses what follows, but the names say enough at the call for a first reading: tasks, data
-# and steps, progress in checkpoints, evaluation and end, log rows, intervals, actions of the loop,
-# the initial state, means of metrics, where the time goes, requests, signals, printing, observers,
-# the console, samples of text, what a run reports, compilation cache, command line.
+# and steps, where a run starts, progress in checkpoints, evaluation and end, log rows, intervals,
+# actions of the loop, the initial state, means of metrics, where the time goes, requests, signals,
+# printing, observers, the console, samples of text, what a run reports, compilation cache, command
+# line.
 
 
 # ---- tasks
@@ -1026,6 +942,91 @@ def data_position(run, step):
     if "windows" in train_data:
         position["windows"] = train_data["windows"](step)
     return position
+
+
+# ---- where a run starts
+
+
+def choose_start(setup, train_data, state, params):
+    """Decide where the initial state comes from: {"origin": a text, "sources": texts that name the
+    sources of parameters, "missing": parameters that the checkpoint lacks (all, without one),
+    "load_from": sources to load them from, "meta": of the newest checkpoint, or {}, "root": its
+    folder, "step": its step, None for the newest intact one, "is_branch": whether it is that of
+    another run}. Prints the sources.
+
+    Another mesh is fine, and so is another value of a field in config.RESUMABLE_FIELDS. Raises
+    ValueError when the data, the sources or another field differ and --allow_change does not name
+    them.
+    """
+    cfg, root = setup["cfg"], setup["root"]
+    is_given = state is not None or params is not None
+    others = config.nearest_runs(cfg.out_dir)
+    _, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given, others)
+    start = {"origin": "a fresh initialization", "sources": [], "missing": set(), "load_from": [],
+             "meta": meta, "root": root, "step": None, "is_branch": False}
+    if state is not None:
+        return start | {"origin": "the given state"}
+    if params is not None:
+        return start | {"origin": "the given parameters"}
+
+    if meta:
+        start["origin"] = "its own checkpoint"
+        config.check_resumable(
+            meta["config"], cfg, meta.get("mesh", {}), dict(setup["mesh"].shape))
+    # Optional: branches of a run.
+    elif cfg.branch_from:
+        start |= find_branch(cfg)
+    start["missing"], start["load_from"] = find_parameters(setup, start["meta"])
+    sources = [source.get("summary", source["path"]) for source in start["load_from"]]
+    if sources and not start["meta"]:
+        start["origin"] = ", ".join(sources)
+    start["sources"] = sources or start["meta"].get("sources", [])
+
+    # A run resumes on the same data, and from the same sources if it needs them.
+    if meta:
+        saved = {"data": meta["data"]["fingerprint"], "init_from": meta.get("sources")}
+        current = {"data": train_data["fingerprint"], "init_from": start["sources"]}
+        errors = []
+        for text in config.differences(saved, current):
+            name = text.split()[0]
+            if name not in cfg.allow_change:
+                errors.append(f"{text}: bring it back, or continue with --allow_change {name}")
+        config.raise_if_errors(
+            errors, f"{cfg.out_dir} holds a run from other data or parameters")
+    return start
+
+
+def load_start(setup, start, programs, state, params):
+    """(its step, the initial state) that choose_start has chosen. Without a loop, programs["state"]
+    has the parameters alone.
+    """
+    cfg = setup["cfg"]
+    key = jax.random.key(cfg.seed)
+    like = programs["state"]
+    if state is not None:
+        placed = place_state(state, like)
+        return int(state["step"]), placed
+    if params is not None:
+        params = place_params(params, like["params"])
+        return 0, programs["from_params"](key, params=params)
+
+    # The parameters that no checkpoint of this run has.
+    initial = {}
+    if start["missing"]:
+        loaded = ckpt.load_parameters(start["load_from"], like["params"])
+        if loaded:
+            initial = programs["from_params"](key, params=loaded)
+        else:
+            initial = programs["init"](key)
+    if not start["meta"]:
+        return 0, initial
+    # The checkpoint, with the arrays that it lacks: parameters, and the scale of a new float16.
+    if "scale" in like:
+        shardings = jax.tree.map(lambda x: x.sharding, like["scale"])
+        initial |= {"scale": jax.device_put(steplib.init_loss_scale(), shardings)}
+    drops_unknown = "state" in cfg.allow_change
+    return ckpt.restore_run(start["root"], start["meta"], like, initial, start["missing"],
+                            start["step"], drops_unknown, print0)
 
 
 # ---- progress in checkpoints
