@@ -1863,7 +1863,7 @@ def _hf_defaults(hf):
     defaults = {"tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None,
                 "norm_topk_prob": family != "qwen3_moe",
                 "num_experts": hf.get("num_local_experts")}  # transformers 5 renamed it
-    if family == "llama":
+    if family in ("llama", "olmo2"):
         defaults |= {"rope_theta": 1e4, "sliding_window": None}
     return defaults
 
