@@ -2814,8 +2814,9 @@ def resolve_hub(text, earlier=()):
     """
     hub = parse_hub(text)
     commits = {other["name"]: other["commit"] for other in map(parse_hub, earlier)}
-    # A fetched folder has the name of its commit.
-    commit = hub["commit"] or commits.get(hub["name"]) or Path(_fetch_hub(text, ())).name
+    commit = hub["commit"] or commits.get(hub["name"])
+    if not commit:  # asked again for each run: the branch may have moved
+        commit = Path(_fetch_hub.__wrapped__(text, ())).name  # the folder has the commit's name
     return f"{hub['name']}@{commit}{hub['rest']}"
 
 
