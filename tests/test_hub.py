@@ -112,7 +112,7 @@ def test_the_parts_of_a_name(tiny):
 def test_a_name_gets_the_commit_of_its_revision(cache):
     """A branch becomes its commit in the cache, or that of an earlier launch; a commit stays.
 
-    Break: data.py: if not commit: => None or
+    Break: data.py: hub["commit"] or commits.get(hub["name"]) => hub["commit"]
     """
     for kind in ("model", "dataset"):
         put(cache, kind, "o/n", COMMIT_2, {"a": "a"})
