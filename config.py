@@ -1208,9 +1208,10 @@ RESUMABLE_FIELDS = (
     "attention", "remat", "logit_tiles", "mlp_tiles", "deterministic", "offload_optimizer",
     "dp", "fsdp", "ep", "tp", "sp", "slices",
     "peer_timeout_s",
-    "track", "log_every", "eval_every", "eval_batches", "eval_batch_size",
-    "save_every", "save_end", "keep_best", "max_to_keep", "keep_period", "save_exclude",
-    "weights_every", "export_every", "sample_every", "watch", "profile",
+    *(x.name for x in dataclasses.fields(Config)
+      if x.name.endswith("_every") and x.name != "reload_every"),  # which changes the parameters
+    "track", "eval_batches", "eval_batch_size",
+    "save_end", "keep_best", "max_to_keep", "keep_period", "save_exclude", "watch", "profile",
     "prompt", "chat", "prompts", "samples_file", "n_samples", "sample_tokens", "temperature",
     "top_k", "top_p",
 )

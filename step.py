@@ -29,9 +29,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 # ---- the training step
 
-# Names of metrics, and of other values in the rows of metrics.jsonl, that a loss must not use.
-RESERVED_METRICS = {"step", "event", "lr", "grad_norm", "skipped", "finite", "finite_grads",
-                    "loss_scale", "watch", "counts", "n_labels"}
+# Names of other values in the rows of metrics.jsonl. Neither they nor the step's own metrics may be
+# names of a loss's sums.
+ROW_NAMES = {"step", "event", "loss_scale", "watch"}
 
 
 def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0):
@@ -59,9 +59,6 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
     with jax.named_scope("gradients"):
         sums, counts, grads = _sum_gradients(
             state["params"], batch, options, cfg, loss_fn, loss_scale, table)
-    reserved = sorted(RESERVED_METRICS & sums.keys())
-    if reserved:
-        raise ValueError(f"loss: sums named {reserved}: these names are reserved; rename them")
 
     # Divide each sum by its count, once, after all microbatches.
     divisors = {name: jnp.where(n == 0, 1, n) for name, n in counts.items()}
@@ -105,7 +102,7 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
     # fp16_train_step adds "scale".
     new_state = {"step": state["step"] + 1, "params": state["params"] | new_params,
                  "opt": new_opt, "skipped": n_skipped}
-    metrics |= {
+    own_metrics = {
         "lr": lr,
         "grad_norm": grad_norm,
         "finite": finite,
@@ -114,7 +111,10 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
         "counts": counts,
         "n_labels": counts.get("loss", counts["objective"]),
     }
-    return new_state, jax.tree.map(jnp.float32, metrics)
+    reserved = sorted((own_metrics.keys() | ROW_NAMES) & sums.keys())
+    if reserved:
+        raise ValueError(f"loss: sums named {reserved}: these names are reserved; rename them")
+    return new_state, jax.tree.map(jnp.float32, metrics | own_metrics)
 
 
 # ---- gradients

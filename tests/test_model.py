@@ -612,7 +612,7 @@ def test_norms_softmax_router_and_loss_stay_in_float32():
                 walk(inner)
 
     walk(jax.make_jaxpr(lambda p: model.loss_fn(p, batch, cfg))(params).jaxpr)
-    assert not wrong, "\n".join(wrong)
+    assert not wrong, "\n".join(["compute these in float32, or edit `islands`:", *wrong])
     logits = jax.eval_shape(lambda p: model.forward(p, batch, cfg), params)
     sums, counts = jax.eval_shape(lambda p: model.loss_fn(p, batch, cfg), params)
     assert {str(x.dtype) for x in (logits, *sums.values(), *counts.values())} == {"float32"}
