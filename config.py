@@ -1217,6 +1217,10 @@ RESUMABLE_FIELDS = (
 )
 
 
+# Another value gives parameters of other shapes.
+SHAPE_FIELDS = ("d_model", "n_layers", "n_kv_heads", "head_dim", "d_ff", "vocab_size", "n_experts")
+
+
 def differences(old, new):
     """Texts "NAME was X, is Y" of the values of two dicts that differ. A name that is missing in
     `old` is skipped.
@@ -1227,8 +1231,14 @@ def differences(old, new):
 
 def _refused_changes(old, new, may_change):
     """Errors: the differences of two dicts in values that may not change."""
-    return [f"{text} (on purpose: --allow_change {text.split()[0]})"
-            for text in differences(old, new) if text.split()[0] not in may_change]
+    errors = []
+    for text in differences(old, new):
+        name = text.split()[0]
+        if name in SHAPE_FIELDS:  # not even on purpose
+            errors.append(text)
+        elif name not in may_change:
+            errors.append(f"{text} (on purpose: --allow_change {name})")
+    return errors
 
 
 def check_resumable(old, new, old_mesh=(), mesh=()):

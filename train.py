@@ -2525,8 +2525,8 @@ def write_samples(path, samples):
 
 
 def run_saved(cfg, task, hooks, state=None, params=None):
-    """Evaluate, sample or export, as cfg.mode says; the summary. Of the hooks, those that replace
-    the loss have an effect.
+    """Evaluate, sample or export, as cfg.mode says; the summary. An evaluation gives hooks the
+    events of one in a run; in the other modes those that replace the loss have an effect.
     """
     # Find the parameters, and check that they fit what is to be done.
     is_given = state is not None or params is not None
@@ -2552,7 +2552,17 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     step, params = load_saved(setup, start, state, params)
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
+        hooks = setup["hooks"]
+        params = run_hooks(hooks, "load", {"step": step, "params": params})["params"]
+        run_hooks(hooks, "start", {"step": step, "config": dataclasses.asdict(cfg)})
+        if start["meta"]:
+            saved = {"step": step, "hooks": start["meta"]["hooks"], "root": start["root"]}
+            run_hooks(hooks, "resume", saved)
+        n_batches = sum(eval_batches(setup, val_data).values())
+        planned = {"step": step, "n_batches": n_batches, "params": params}
+        params = run_hooks(hooks, "before_eval", planned)["params"]
         summary |= evaluate(setup, val_data, cost["programs"]["evaluation"], params)
+        summary = run_hooks(hooks, "end", summary)
         print_eval_row(summary)
         print0(ckpt.json_line(summary))
     elif cfg.mode == "export":

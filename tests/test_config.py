@@ -612,7 +612,7 @@ def test_resuming_over_another_sp_changes_what_experts_drop():
 def test_a_resume_may_change_the_resumable_fields_and_no_others():
     """A new field of a fork, which is in no list, may not change.
 
-    Break: config.py: [0] not in may_change] => [0] in Config.__annotations__]
+    Break: config.py: elif name not in may_change: => elif False:
     """
     kinds = typing.get_type_hints(Fork)
     old = json.loads(config.to_json(Fork()))

@@ -92,14 +92,16 @@ def weight_norm(event, loss_fn):
 
 
 def average_params(decay):
-    """Return a hook that evaluates the average of the parameters over about 1 / (1 - decay) steps.
-    Checkpoints have it as hooks/ema; a resumed run, on any mesh, continues to average.
+    """Return a hook that evaluates the average of the parameters over about 1 / (1 - decay) steps,
+    at the beginning over fewer. Checkpoints have it as hooks/ema, so that a run resumes with it, on
+    any mesh, and mode eval evaluates it. An export has the parameters, not their average.
     """
     kept = {}
 
     @jax.jit
-    def add(ema, params):
-        return jax.tree.map(lambda a, b: decay * a + (1 - decay) * b, ema, params)
+    def add(ema, state):
+        kept_frac = jnp.minimum(decay, state["step"] / (9 + state["step"]))
+        return jax.tree.map(lambda a, b: kept_frac * a + (1 - kept_frac) * b, ema, state["params"])
 
     def hook(event, value):
         if event == "load":
@@ -108,8 +110,8 @@ def average_params(decay):
             like = {"hooks": kept}
             kept.update(ckpt.restore(value["root"], value["step"], like)["hooks"])
         if event == "state":
-            kept["ema"] = add(kept["ema"], value["params"])
-        if event == "before_save" and value["kind"] == "save":
+            kept["ema"] = add(kept["ema"], value)
+        if event == "before_save":
             return value | {"arrays": value["arrays"] | kept}
         if event == "before_eval":
             return value | {"params": kept["ema"]}

@@ -59,6 +59,7 @@ class RlConfig(config.Config):
     n_layers: config.PosInt = 2
     n_heads: int = 4
     steps: config.PosInt = 1000
+    eval_every: config.Interval = 100
     lr: config.LearningRate = 5e-4
 
 
