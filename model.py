@@ -18,7 +18,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 # cfg: a Config, or any hashable object with the fields that are read here. Sizes that are 0 in a
-# Config are resolved by now, and so is the dtype "auto"; only logit_tiles is where it is used.
+# Config are resolved by now, and so is the dtype "auto". Only logit_tiles may be 0: count_tiles
+# resolves it.
 #
 # A name ends with the dims of its array: B sequences, T query positions, S key positions, D model
 # width, F MLP width, N query heads, K kv heads, G query heads of a kv head, H head width,
@@ -145,7 +146,7 @@ def hidden_states(params, batch, cfg, train_keys=None):
     attn_inputs = _attention_inputs(batch, cfg)
 
     def attend(q_BNTH, k_BKTH, v_BKTH):
-        # Chooses the kernel: _attend_xla below, or a fused one, cuDNN on GPUs and Pallas on TPUs.
+        # Choose the kernel: _attend_xla below, or a fused one, cuDNN on GPUs and Pallas on TPUs.
         return _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
 
     def layer(x_BTD, w):
@@ -187,6 +188,7 @@ def _block(x_BTD, w, attend, attn_inputs, cfg, decoding=False):
     """
     x_BTD = checkpoint_name(x_BTD, "block")  # a name for remat offload
     with jax.named_scope("attention"):
+        # The norm is before attention or, with post_norm, after it; so for the MLP below.
         y_BTD = x_BTD
         if not cfg.post_norm:
             y_BTD = _rms_norm(y_BTD, w["attn_norm"], cfg)

@@ -172,7 +172,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
         cfg, root = setup["cfg"], setup["root"]
         with ckpt.lock_folders(cfg.out_dir, root, print0) as check_lock:
             if jax.process_count() > 1:
-                raise_if_unequal({f"whether {root} is shared": ckpt.is_shared(root)})
+                rule = f"{root} must be on a disk that all processes share; 'shared'"
+                raise_if_unequal({rule: ckpt.is_shared(root)})
             observers = make_observers(cfg)
             try:
                 with steplib.explain_oom(partial(memory_advice, setup)):
@@ -646,7 +647,7 @@ def save_state(run, state, step, progress, why, kind="save"):
         return False
 
     with timed(timers, "save"):
-        # Wait for the previous save: this checkpoint says that it is done.
+        # Wait for the previous save: the new meta.json notes that it is done.
         wait_began = time.perf_counter()
         wait_for_save(run, progress)
         waited_s = time.perf_counter() - wait_began
@@ -1669,7 +1670,7 @@ def poll_stop(run, step, progress, is_waiting=False):
     is_waiting: during a wait for data.
 
     Several processes exchange their requests only at multiples of log_every; in between, the
-    previous answer holds. They cannot agree during a wait for data: they wait on.
+    previous answer applies. During a wait for data they cannot agree, and continue to wait.
     """
     cfg = run["cfg"]
     restart_watchdog(cfg)
@@ -2552,6 +2553,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     step, params = load_saved(setup, start, state, params)
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
+        # Give hooks what an evaluation in a run gives them: their saved state, and the parameters.
         hooks = setup["hooks"]
         params = run_hooks(hooks, "load", {"step": step, "params": params})["params"]
         run_hooks(hooks, "start", {"step": step, "config": dataclasses.asdict(cfg)})

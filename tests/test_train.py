@@ -2370,7 +2370,7 @@ def test_processes_that_do_not_share_out_dir_do_not_train(tiny):
                     "def nothing(event, value): pass\n")
     runs = two(cfg, "--out_dir", "relative", "--hooks", f"{hook}:nothing")
     for code, output in [ended(*run) for run in runs]:
-        assert code == 2 and "relative/ckpt is shared is False in process 1" in output, output
+        assert code == 2 and "share; 'shared' is False in process 1" in output, output
 
 
 @pytest.mark.slow
