@@ -1031,12 +1031,13 @@ def resume():
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         return [json.loads(line) for line in lines]
 
-    # Kill the first run some steps after a checkpoint.
+    # Kill the first run some steps after a checkpoint that is committed: the row "save" in the log
+    # says only that its write has begun.
     killed = launch("killed")
+    root = str(folder / "killed" / "ckpt")
     while killed.poll() is None:
-        rows = rows_of("killed")
-        saved = [row["step"] for row in rows if row["event"] == "save"]
-        if saved and rows[-1]["step"] > saved[0] + 5:
+        committed = train.ckpt.steps(root)
+        if committed and rows_of("killed")[-1]["step"] > committed[0] + 5:
             killed.kill()
             killed.wait()
         time.sleep(0.01)

@@ -350,7 +350,7 @@ def test_a_resume_that_loses_its_position_is_found(tmp_path):
         tmp_path / "copy", KNOWN_MACHINE,
         ("train.py", "pinned=cfg.overfit_batch), first_step, cfg.steps,",
          "pinned=cfg.overfit_batch), 0, cfg.steps,"),
-        ("tests/check.py", "N_STEPS, SAVE_EVERY = 160, 40", "N_STEPS, SAVE_EVERY = 40, 10"))
+        ("tests/check.py", "N_STEPS, SAVE_EVERY = 160, 40", "N_STEPS, SAVE_EVERY = 80, 10"))
     code, output, records = run_check(folder, "--only", "resume")
     assert code == 1, output
     (found,) = records
