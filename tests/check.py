@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -61,92 +62,67 @@ SHAPES = {
     "llama-8b-8-layers-2x4096": dict(
         config="llama-8b", n_layers=8, batch_size=2, grad_accum_steps=1, seq_len=4096,
         remat="named"),
-    "gpt2-124m-preset": dict(config="gpt2-124m"),
     "gpt2-124m-deterministic": dict(
         config="gpt2-124m", batch_size=60, grad_accum_steps=1, deterministic=True),
     "llama-8b-2-layers-1x65536": dict(
         config="llama-8b", n_layers=2, batch_size=1, grad_accum_steps=1, seq_len=65536,
         remat="full", mlp_tiles=8),
-    "gpt2-124m-13-layers-60x1024": dict(
-        config="gpt2-124m", n_layers=13, batch_size=60, grad_accum_steps=1),
 }
+LIMIT_S = 300  # after which an item is stopped
+REFERENCE = "numbers/reference"  # the other items of numbers need its results
 
 
 # ---- the items
 
-# Expected seconds of each kind of item: on 2 cores of a CPU, and on an accelerator.
-EXPECTED_S = {
-    "make_references": (30, 30),
-    "known_forms": (15, 25),
-    "determinism": (40, 50),
-    "numbers": (25, 60),
-    "numbers_in_tf32": (25, 30),
-    "numbers_by_remat": (25, 60),
-    "resume": (40, 60),
-    "mesh": (40, 60),
-    "no_mesh": (1, 1),
-    "rates": (15, 20),
-    "speed": (40, 75),
-}
-REFERENCE = "numbers/reference"
-
-
 def list_items(machine):
     """The items to run on a machine, the most telling first. machine: the figures of `look`.
 
-    An item has "part"; "name"; "call", a function of this file and its arguments; "expected_s";
-    "limit_s", the seconds after which it is stopped; "after", the name of the item whose results it
-    needs, or ""; and "env", the environment variables to set.
+    An item has "name", which begins with its part; "call", a function of this file and its
+    arguments; and "env", the environment variables to set.
     """
     on_cpu = machine["platform"] == "cpu"
-    on_gpu = machine["platform"] in ("cuda", "old cuda")
+    n_devices = machine["n_devices"]
     items = []
 
-    def add(part, name, function, *args, after="", **env):
-        seconds = EXPECTED_S[function][0 if on_cpu else 1]
-        items.append({"part": part, "name": f"{part}/{name}", "call": (function, *args),
-                      "after": after, "expected_s": seconds, "limit_s": max(120, 4 * seconds),
-                      "env": env})
+    def add(name, function, *args, **env):
+        items.append({"name": name, "call": (function, *args), "env": env})
 
-    def add_numbers(function, pairs, suffix=""):
+    def add_numbers(pairs, suffix, variants):
         for dtype, attention in pairs:
-            add("numbers", f"{dtype}-{attention}{suffix}", function, dtype, attention,
-                after=REFERENCE)
+            add(f"numbers/{dtype}-{attention}{suffix}", "numbers", dtype, attention, variants)
 
+    repeated = ["step"]
+    if on_cpu:
+        n_threads = {1, min(2, machine["threads"]), machine["threads"]}
+        repeated = [f"threads-{n}" for n in sorted(n_threads)]
+    elif machine["platform"] in ("cuda", "old cuda"):
+        repeated = ["deterministic", "default"]
     first_shape, *other_shapes = CPU_SHAPES if on_cpu else SHAPES
-    kernels = kernels_of(machine)
+    first_kernel, *other_kernels = kernels_of(machine)
 
     # The default dtype and attention kernel; one step, again and again; one speed.
-    add("numbers", "reference", "make_references", JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1")
-    add("numbers", "known-forms", "known_forms")
-    add_numbers("numbers", kernels[:1])
-    if on_gpu:
-        add("determinism", "deterministic", "determinism", "deterministic")
-        add("determinism", "default", "determinism", "default")
-    elif on_cpu:
-        for n_threads in sorted({1, min(2, machine["threads"]), machine["threads"]}):
-            add("determinism", f"threads-{n_threads}", "determinism", f"threads={n_threads}")
-    else:
-        add("determinism", "step", "determinism", "step")
-    add("speed", "rates", "rates")
-    add("speed", first_shape, "speed", first_shape)
+    add(REFERENCE, "make_references", JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1")
+    add("numbers/known-forms", "known_forms")
+    add_numbers([first_kernel], "", "cases")
+    for how in repeated:
+        add(f"determinism/{how}", "determinism", how)
+    add("speed/rates", "rates")
+    add(f"speed/{first_shape}", "speed", first_shape)
 
     # A resumed run, meshes, the other dtypes and kernels, the other shapes.
-    add("resume", "killed", "resume")
-    if machine["n_devices"] > 1:
-        add("mesh", f"{machine['n_devices']}-devices", "mesh")
+    add("resume/killed", "resume")
+    if n_devices > 1:
+        add(f"mesh/{n_devices}-devices", "mesh")
     elif on_cpu:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-        add("mesh", "4-devices-of-one-cpu", "mesh", XLA_FLAGS=flags)
-    else:
-        add("mesh", "one-device", "no_mesh")
-    add_numbers("numbers", kernels[1:])
+        add("mesh/4-devices-of-one-cpu", "mesh", XLA_FLAGS=flags)
+    add_numbers(other_kernels, "", "cases")
     if machine["platform"] == "cuda":
-        add("numbers", "float32-xla-tf32", "numbers_in_tf32", "float32", "xla", after=REFERENCE,
+        add("numbers/float32-xla-tf32", "numbers", "float32", "xla", "tf32",
             JAX_DEFAULT_MATMUL_PRECISION="default")
     for shape in other_shapes:
-        add("speed", shape, "speed", shape)
-    add_numbers("numbers_by_remat", kernels, "-remat")
+        add(f"speed/{shape}", "speed", shape)
+    add_numbers([first_kernel, *other_kernels], "-remat", "remat")
     return items
 
 
@@ -165,25 +141,27 @@ def kernels_of(machine):
 
 
 def choose(items, words):
-    """The items of these parts or with these names, and the items that they need.
+    """The items of these parts or with these names, and the references if they need them.
 
     Raises ValueError for a word that is neither.
     """
-    if not words:
-        return items
     chosen = []
     for word in words:
         # The speed of a shape and its peak memory are measured together.
-        found = [item for item in items
-                 if word in (item["part"], item["name"])
+        found = [item for item in items if word in (item["name"], part_of(item))
                  or (word == "memory" and item["call"][0] == "speed")]
         if not found:
             names = ", ".join(item["name"] for item in items)
             raise ValueError(f"--only {word}: no such part or item on this machine; the parts are "
                              f"{', '.join(PARTS)}; the items are {names}")
-        chosen += found
-    needed = [item["after"] for item in chosen]
-    return [item for item in items if item in chosen or item["name"] in needed]
+        chosen += [item["name"] for item in found]
+        if found[-1]["call"][0] == "numbers":
+            chosen.append(REFERENCE)
+    return [item for item in items if item["name"] in chosen or not words]
+
+
+def part_of(item):
+    return item["name"].partition("/")[0]
 
 
 # ---- the command
@@ -231,13 +209,13 @@ def main():
     out_dir = Path(args.out_dir).absolute()
     (out_dir / "logs").mkdir(parents=True, exist_ok=True)
     print(f"{len(items)} items, the report grows in {out_dir / 'check.md'}", flush=True)
+    began = time.monotonic()
+    deadline = math.inf if args.limit else began + 60 * args.minutes
+    context = {"began": began, "deadline": deadline, "limit_s": args.limit or LIMIT_S,
+               "out_dir": out_dir, "machine": machine, "records": []}
     with tempfile.TemporaryDirectory(
             dir=out_dir, prefix="scratch-", ignore_cleanup_errors=True) as scratch:
-        began = time.monotonic()
-        context = {"began": began, "deadline": began + 60 * args.minutes, "limit_s": args.limit,
-                   "out_dir": out_dir, "scratch": scratch, "machine": machine, "records": []}
-        if args.limit:
-            context["deadline"] = math.inf
+        os.environ["CHECK_SCRATCH"] = scratch  # for the processes of the items
         try:
             for item in items:
                 run_item(item, context)
@@ -245,7 +223,7 @@ def main():
             report = write_report(context)
             print(f"{summary(context['records'])}; report: {report}", flush=True)
     found = {each["status"] for each in context["records"]}
-    if not found & {"PASS", "INFO", "FAIL"}:
+    if found <= {"SKIP"}:
         print("nothing was checked", flush=True)
         return 1
     return int("FAIL" in found)
@@ -253,28 +231,24 @@ def main():
 
 def run_item(item, context):
     """Run an item in a process of its own, at most to its limit. Add each record when it is
-    printed, and one if the process fails.
+    printed, and one if the item does not run to its end.
     """
     began = time.monotonic()
     left_s = context["deadline"] - began
     unmade = [each["item"] for each in context["records"] if each["status"] in ("FAIL", "SKIP")]
-    if item["expected_s"] > left_s:
-        reason = f"takes about {item['expected_s']} s, and less time was left"
-        return add_record(item, record("SKIP", "all", with_command(reason, item)), context)
-    if item["after"] in unmade:
-        reason = f"needs {item['after']}, which did not end well"
-        return add_record(item, record("SKIP", "all", with_command(reason, item)), context)
+    if item["call"][0] == "numbers" and REFERENCE in unmade:
+        return add_end(item, "SKIP", f"needs {REFERENCE}, which did not end well", context)
+    if left_s <= 0:
+        return add_end(item, "SKIP", "no time was left", context)
 
     print_line(context, f"      {item['name']} started")
     log = context["out_dir"] / "logs" / f"{item['name'].replace('/', '-')}.log"
-    env = os.environ | item["env"]
-    env |= {"CHECK_SCRATCH": context["scratch"]}
     with open(log, "wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, __file__, "--run", *item["call"]], env=env, cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
-    limit_s = context["limit_s"] or item["limit_s"]
-    timer = threading.Timer(min(limit_s, left_s), kill, [process])
+            [sys.executable, __file__, "--run", *item["call"]], env=os.environ | item["env"],
+            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
+    limit_s = min(context["limit_s"], left_s)
+    timer = threading.Timer(limit_s, kill, [process])
     timer.start()
     n_records = 0
     try:
@@ -289,28 +263,19 @@ def run_item(item, context):
 
     seconds = time.monotonic() - began
     if seconds >= left_s:
-        reason = f"not finished in the time that was left; see {log}"
-        add_record(item, record("SKIP", "all", with_command(reason, item)), context)
+        add_end(item, "SKIP", f"not finished in the time that was left; see {log}", context)
+    elif seconds >= limit_s:
+        add_end(item, "FAIL", f"stopped after {limit_s:.0f} s; see {log}", context)
     elif code or not n_records:
-        reason = f"stopped after {limit_s:.0f} s"
-        if seconds < limit_s:
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            reason = f"ended with exit code {code}: {lines[-1][:300] if lines else ''}"
-        failure = record("FAIL", "all", with_command(f"{reason}; see {log}", item))
-        add_record(item, failure, context)
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
+        reason = f"ended with exit code {code}: {lines[-1][:300]}; see {log}"
+        add_end(item, "FAIL", reason, context)
 
 
 def kill(process):
     """Kill a process and what it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def with_command(text, item):
-    """A text with the command that runs an item alone, with enough time."""
-    folder = f"out/check-{item['name'].replace('/', '-')}"
-    return (f"{text}; alone: python tests/check.py --only {item['name']} "
-            f"--limit {2 * item['limit_s']:.0f} --out_dir {folder}")
 
 
 # ---- records and the report
@@ -328,58 +293,65 @@ def checked(name, value, bound, text):
 
 def together(name, records):
     """Several checks as one record, which passes if all of them do."""
-    statuses = {each["status"] for each in records}
-    status = "FAIL" if "FAIL" in statuses else "PASS"
+    status = "FAIL" if any(each["status"] == "FAIL" for each in records) else "PASS"
     text = ", ".join(each["text"] for each in records)
     return record(status, name, text, checks=records)
 
 
 def add_record(item, new, context):
     """Print a record, and rewrite the report with it."""
-    new = {"part": item["part"], "item": item["name"]} | new
+    new = {"part": part_of(item), "item": item["name"]} | new
     context["records"].append(new)
     print_line(context, f"{new['status']}  {new['item']}, {new['name']}: {new['text']}")
     write_report(context)
 
 
+def add_end(item, status, reason, context):
+    """Add the record of an item that was not run to its end, with the command that runs it alone.
+    """
+    name = item["name"]
+    text = (f"{reason}; alone: python tests/check.py --only {name} --limit {2 * LIMIT_S} "
+            f"--out_dir out/check-{name.replace('/', '-')}")
+    add_record(item, record(status, "all", text), context)
+
+
 def print_line(context, text):
     """Print a line after the time since the launch."""
-    seconds = int(time.monotonic() - context["began"])
-    print(f"[{seconds // 60:2d}:{seconds % 60:02d}] {text}", flush=True)
+    minutes, seconds = divmod(int(time.monotonic() - context["began"]), 60)
+    print(f"[{minutes:2d}:{seconds:02d}] {text}", flush=True)
 
 
 def summary(records):
     """The number of records of each status, as one line."""
-    counts = []
+    statuses = [each["status"] for each in records]
     words = {"PASS": "passed", "FAIL": "failed", "SKIP": "skipped", "INFO": "measured"}
-    for status, word in words.items():
-        counts.append(f"{sum(each['status'] == status for each in records)} {word}")
-    return ", ".join(counts)
+    return ", ".join(f"{statuses.count(status)} {word}" for status, word in words.items())
 
 
 def write_report(context):
     """Write check.json and check.md; return the path of check.md."""
     machine, records, folder = context["machine"], context["records"], context["out_dir"]
-    lines = ["# Check", "", f"{describe(machine)}.", ""]
-    if machine["flags"]:
-        lines += ["Flags: " + ", ".join(f"`{n}={v}`" for n, v in machine["flags"].items()), ""]
-    lines += [f"{summary(records)}.", "", "| item | check | result | figures |",
-              "| --- | --- | --- | --- |"]
+    rows = []
+    failed = {}
+    speeds = []
     for each in records:
         text = each["text"].replace("|", "/").replace("\n", " ")
-        lines.append(f"| {each['item']} | {each['name']} | {each['status']} | {text} |")
-
-    # What failed, and the speeds, as a row.
+        rows.append(f"| {each['item']} | {each['name']} | {each['status']} | {text} |")
+        if each["status"] == "FAIL":
+            failed[each["item"]] = None
+        if each["part"] == "speed" and each["status"] == "INFO":
+            speeds.append(f"{each['item'].removeprefix('speed/')}, {each['name']}: {each['text']}")
     results = [summary(records)]
-    failed = {each["item"]: None for each in records if each["status"] == "FAIL"}
     if failed:
         results.append("failed: " + ", ".join(failed))
-    for each in records:
-        if each["part"] == "speed" and each["status"] == "INFO":
-            results.append(f"{each['item'].removeprefix('speed/')}, {each['name']}: {each['text']}")
-    lines += ["", "A row for tests/RESULTS.md:", "",
-              f"| {describe(machine)}; `tests/check.py`, {time.strftime('%Y-%m-%d')} | "
-              f"{'; '.join(results)} |", ""]
+    lines = [
+        "# Check", "", f"{describe(machine)}.", "",
+        "Flags: " + ", ".join(f"`{name}={x}`" for name, x in machine["flags"].items()), "",
+        f"{summary(records)}.", "",
+        "| item | check | result | figures |", "| --- | --- | --- | --- |", *rows, "",
+        "A row for tests/RESULTS.md:", "",
+        f"| {describe(machine)}; `tests/check.py`, {time.strftime('%Y-%m-%d')} | "
+        f"{'; '.join(results + speeds)} |", ""]
     text = json.dumps({"machine": machine, "records": records}, indent=1)
     (folder / "check.json").write_text(text, encoding="utf-8")
     (folder / "check.md").write_text("\n".join(lines), encoding="utf-8")
@@ -410,17 +382,10 @@ def look():
             versions[package] = version(package)
     flags = {name: value for name, value in os.environ.items()
              if name.startswith(("XLA_", "JAX_", "NCCL_", "LIBTPU_"))}
-    figures = steplib.describe_machine(device)
-    figures |= {
-        "kind": device.device_kind,
-        "platform": platform,
-        "n_devices": len(jax.devices()),
-        "default_dtype": steplib.choose_dtype("auto", platform),
-        "python": sys.version.split()[0],
-        "versions": versions,
-        "flags": flags,
-    }
-    yield record("INFO", "machine", "", **figures)
+    yield record("INFO", "machine", "", **steplib.describe_machine(device), kind=device.device_kind,
+                 platform=platform, n_devices=len(jax.devices()),
+                 default_dtype=steplib.choose_dtype("auto", platform),
+                 python=sys.version.split()[0], versions=versions, flags=flags)
 
 
 def describe(machine):
@@ -433,9 +398,38 @@ def describe(machine):
     return f"{line}; Python {machine['python']}, {versions}"
 
 
+def setup_of(flags, n_devices=1, hooks=()):
+    """train.setup_run with these fields, on the first devices."""
+    flags = {"fsdp": 1, "sample_tokens": 0, "val_frac": 0.0, "out_dir": "",
+             "cache_dir": cache_dir()} | flags
+    preset = train.config.PRESETS.get(flags.pop("config", None), {})
+    cfg = train.config.Config(**preset | flags)
+    return train.setup_run(cfg, devices=jax.devices()[:n_devices], hooks=hooks)
+
+
 def cache_dir():
     """A folder for compiled programs that is empty at first: a check compiles all anew."""
-    return str(Path(os.environ["CHECK_SCRATCH"], "cache"))
+    return os.environ["CHECK_SCRATCH"] + "/cache"
+
+
+def make_batch(setup):
+    """A batch on the devices: random tokens, a tenth of the labels ignored, documents of 100
+    tokens.
+    """
+    cfg = setup["cfg"]
+    shape = (cfg.batch_size, cfg.seq_len)
+    rng = np.random.default_rng(0)
+    index = np.broadcast_to(np.arange(cfg.seq_len), shape)
+    labels = rng.integers(0, cfg.vocab_size, shape)
+    arrays = {"tokens": rng.integers(0, cfg.vocab_size, shape),
+              "labels": np.where(rng.random(shape) < 0.1, -100, labels),
+              "segments": index // 100 + 1, "positions": index % 100}
+    return {name: jax.device_put(arrays[name].astype(x.dtype), x.sharding)
+            for name, x in setup["batch"].items()}
+
+
+def programs_of(setup):
+    return steplib.compile_steps(steplib.lower_steps(*train.step_args(setup)))
 
 
 # ---- speed and memory
@@ -466,30 +460,11 @@ def seconds_of(f, *args, n=10):
     return statistics.median(times)
 
 
-def setup_of(shape):
-    """train.setup_run of a shape on one device, with the config of a command line."""
-    flags = dict((SHAPES | CPU_SHAPES)[shape])
-    preset = train.config.PRESETS.get(flags.pop("config", None), {})
-    cfg = train.config.Config(**(preset | flags), out_dir="", cache_dir=cache_dir(), fsdp=1,
-                              sample_tokens=0, val_frac=0.0)
-    return train.setup_run(cfg, devices=jax.devices()[:1])
-
-
-def random_batch(setup):
-    """A batch of random tokens: the speed of a dense model does not depend on them."""
-    rng = np.random.default_rng(0)
-    batch = {}
-    for name, x in setup["batch"].items():
-        values = rng.integers(0, setup["cfg"].vocab_size, x.shape).astype(x.dtype)
-        batch[name] = jax.device_put(values, x.sharding)
-    return batch
-
-
 def speed(shape):
     """Measure the speed and the peak memory of a shape, and compare both with the plan."""
-    setup = setup_of(shape)
+    setup = setup_of((SHAPES | CPU_SHAPES)[shape])
     cfg, mesh = setup["cfg"], setup["mesh"]
-    device = mesh.devices.flat[0]
+    kind = mesh.devices.flat[0].device_kind
 
     # Compile as a run does.
     began = time.perf_counter()
@@ -504,26 +479,23 @@ def speed(shape):
         yield record("SKIP", "speed", f"does not fit: {e.args[0]}")
         return
 
-    batch = random_batch(setup)
+    batch = make_batch(setup)
     state = init(jax.random.key(0))
     lr = steplib.lr_at(0, cfg)
 
-    # Time whole steps, without waiting between them.
-    for _ in range(2):
-        state, metrics = update(state, batch, lr)
-    losses = [float(metrics["loss"])]
-    began = time.perf_counter()
-    state, metrics = update(state, batch, lr)
-    jax.block_until_ready(metrics)
-    once_s = time.perf_counter() - began
-    n_steps = int(min(max(3 / once_s, 3), 50))
-    times = []
-    for _ in range(3):
+    def step_seconds(n):
+        """Seconds of a step, of n without waiting between them."""
+        nonlocal state
         began = time.perf_counter()
-        for _ in range(n_steps):
+        for _ in range(n):
             state, metrics = update(state, batch, lr)
         losses.append(float(metrics["loss"]))
-        times.append((time.perf_counter() - began) / n_steps)
+        return (time.perf_counter() - began) / n
+
+    losses = []
+    step_seconds(2)
+    n_steps = int(min(max(3 / step_seconds(1), 3), 50))
+    times = [step_seconds(n_steps) for _ in range(3)]
     step_s = statistics.median(times)
     if not math.isfinite(losses[-1]):
         yield record("FAIL", "speed", f"the loss is {losses[-1]}")
@@ -532,27 +504,23 @@ def speed(shape):
     tokens = cfg.batch_size * cfg.seq_len
     flops, _ = setup["task"]["flops"]({}, cfg)
     text = f"{1000 * step_s:,.4g} ms a step, {tokens / step_s:,.0f} tokens/s"
-    tflops, _ = steplib.peaks(device.device_kind)
+    tflops, _ = steplib.peaks(kind)
     if tflops:
         text += f", MFU {flops * tokens / step_s / tflops / 1e12:.1%}"
     yield record("INFO", "speed", f"{text} in {cfg.dtype}; compiled in {compile_s:.0f} s",
                  step_s=step_s, times=times, tokens_per_s=tokens / step_s, compile_s=compile_s,
                  memory=memory, planned_gib=memory["total"] / 2**30, losses=losses)
-    yield peak_memory(device, memory)
-    yield planned(update, mesh, {"model": flops * tokens}, step_s)
+    yield peak_memory(mesh.devices.flat[0], memory) | {"part": "memory"}
 
-
-def planned(update, mesh, flop, step_s):
-    """Compare the time of a step with plan.py's time model of the compiled program."""
     import plan
-    kind = mesh.devices.flat[0].device_kind
-    cost = plan.traffic(update.as_text(), mesh)
-    found = plan.roofline(cost | {"flop": flop}, kind)
-    if not found:
-        return record("SKIP", "plan", "tests/plan.py has no rates of this device")
-    return record("INFO", "plan", f"{1000 * found['step_s']:,.4g} ms a step, MFU "
-                  f"{found['mfu']:.1%}; measured {step_s / found['step_s']:.2f} times that",
-                  planned_s=found["step_s"])
+    cost = plan.traffic(update.as_text(), mesh) | {"flop": {"model": flops * tokens}}
+    planned = plan.roofline(cost, kind)
+    if not planned:
+        yield record("SKIP", "plan", "tests/plan.py has no rates of this device")
+        return
+    yield record("INFO", "plan", f"{1000 * planned['step_s']:,.4g} ms a step, MFU "
+                 f"{planned['mfu']:.1%}; measured {step_s / planned['step_s']:.2f} times that",
+                 planned_s=planned["step_s"])
 
 
 def peak_memory(device, memory):
@@ -563,14 +531,11 @@ def peak_memory(device, memory):
         stats = device.memory_stats()
     if not stats:
         text = f"this device does not count its memory, so the planned {gib:.3g} GiB stand alone"
-        return record("SKIP", "memory", text) | {"part": "memory"}
+        return record("SKIP", "memory", text)
     peak_gib = stats["peak_bytes_in_use"] / 2**30
-    limit_gib = stats["bytes_limit"] / 2**30
-    text = (f"peak {peak_gib:.3g} GiB, planned {gib:.3g} of {limit_gib:.3g} GiB; "
-            "relative difference")
-    found = checked("memory", abs(peak_gib / gib - 1), 0.1, text)
-    found["figures"]["peak_gib"] = peak_gib
-    return found | {"part": "memory"}
+    text = (f"peak {peak_gib:.3g} GiB, planned {gib:.3g} of {stats['bytes_limit'] / 2**30:.3g} GiB;"
+            " relative difference")
+    return checked("memory", abs(peak_gib / gib - 1), 0.1, text)
 
 
 # ---- numbers
@@ -580,11 +545,17 @@ def peak_memory(device, memory):
 # the width that all kernels support.
 SMALL = dict(n_layers=2, d_model=256, n_heads=4, n_kv_heads=2, head_dim=128, d_ff=512,
              vocab_size=512, optimizer="adamw", lr=1e-3, warmup_steps=0.0, schedule="constant",
-             steps=100, fsdp=1, sample_tokens=0, val_frac=0.0, out_dir="")
+             steps=100)
 CASES = {
     "plain": dict(batch_size=4, seq_len=256, grad_accum_steps=2, logit_tiles=2),
     "documents": dict(batch_size=4, seq_len=256, document_mask=True),
     "window": dict(batch_size=1, seq_len=1152, sliding_window=300),
+}
+# {name: pairs (case, changes of the config)} to compare with float64. tf32: JAX's default on GPUs.
+VARIANTS = {
+    "cases": [(case, {}) for case in CASES],
+    "remat": [("plain", {"remat": remat}) for remat in train.model.REMAT if remat != "none"],
+    "tf32": [("plain", {})],
 }
 
 # Largest relative errors, in the norm, of the models above. On CPUs a gradient is off by up to 2e-5
@@ -600,44 +571,15 @@ BACKWARD = ("unembed", "final_norm", "layers.w_down", "layers.w_up", "layers.w_g
             "layers.wq", "layers.wk", "layers.attn_norm", "embed")
 
 
-def small_setup(case, hooks=(), n_devices=1, **changes):
-    """train.setup_run of the small model, on the first devices."""
-    cfg = train.config.Config(**(SMALL | CASES[case] | changes), cache_dir=cache_dir())
-    return train.setup_run(cfg, devices=jax.devices()[:n_devices], hooks=hooks)
-
-
-def make_batch(sizes):
-    """The NumPy arrays of a batch: random tokens, a tenth of the labels ignored.
-
-    sizes: a dict with the fields of a config.
-    """
-    shape = (sizes["batch_size"], sizes["seq_len"])
-    rng = np.random.default_rng(0)
-    batch = {name: rng.integers(0, sizes["vocab_size"], shape).astype(np.int32)
-             for name in ("tokens", "labels")}
-    batch["labels"][rng.random(shape) < 0.1] = -100
-    if sizes.get("document_mask"):
-        # Documents of 100 tokens; the last one is shorter.
-        index = np.broadcast_to(np.arange(shape[1]), shape)
-        batch["segments"] = (index // 100 + 1).astype(np.int32)
-        batch["positions"] = (index % 100).astype(np.int32)
-    return batch
-
-
-def put_batch(setup, values):
-    """The arrays of a batch on the devices of a run."""
-    return {name: jax.device_put(x, setup["batch"][name].sharding) for name, x in values.items()}
-
-
 def make_references():
     """Compute loss and gradients of each case in float64 on the CPU, by a definition of the model
     that shares no code with model.py, operation by operation.
     """
     assert jax.config.jax_enable_x64 and jax.devices()[0].platform == "cpu"
     for case in CASES:
-        setup = small_setup(case, dtype="float32")
+        setup = setup_of(SMALL | CASES[case] | {"dtype": "float32"})
         cfg = setup["cfg"]
-        batch = make_batch(SMALL | CASES[case])
+        batch = make_batch(setup)
         params = setup["task"]["init"](jax.random.key(0), cfg)
         # Scales other than 1, so that a forgotten one is noticed.
         rng = np.random.default_rng(1)
@@ -723,8 +665,11 @@ def define_loss(params, batch, cfg):
     return nll + cfg.z_loss * z, nll
 
 
-def recording(optimizer):
-    """The optimizer with the gradient of the last step in its state."""
+def record_gradients(event, optimizer):
+    """A hook that keeps the gradient of the last step in the optimizer's state."""
+    if event != "optimizer":
+        return None
+
     def init(params):
         return {"inner": optimizer.init(params), "grads": jax.tree.map(jnp.zeros_like, params)}
 
@@ -735,16 +680,25 @@ def recording(optimizer):
     return optax.GradientTransformation(init, update)
 
 
-def record_gradients(event, value):
-    """A hook that keeps the gradient of the last step in the optimizer's state."""
-    return recording(value) if event == "optimizer" else None
+def numbers(dtype, attention, variants):
+    """Compare a step of the small model in each of VARIANTS with float64, compiled side by side."""
+    def compare(variant):
+        case, changes = variant
+        name = " ".join([case, *(f"{k} {v}" for k, v in changes.items())])
+        try:
+            found = small_step(case, {"dtype": dtype, "attention": attention} | changes)
+        except Exception as e:  # the other variants are still worth a look
+            return record("FAIL", name, f"{type(e).__name__}: {str(e).splitlines()[0][:300]}")
+        return against_float64(name, case, found, "tf32" if variants == "tf32" else dtype)
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
+        yield from pool.map(compare, VARIANTS[variants])
 
 
-def small_step(case, dtype, attention, **changes):
+def small_step(case, changes):
     """Take one compiled step; return {"loss", "norm", "lr", "grads", "old", "new", "cfg"}."""
-    setup = small_setup(case, (record_gradients,), dtype=dtype, attention=attention, **changes)
-    steps = steplib.lower_steps(*train.step_args(setup))
-    programs = steplib.compile_steps(steps)
+    setup = setup_of(SMALL | CASES[case] | changes, hooks=(record_gradients,))
+    programs = programs_of(setup)
     saved = np.load(reference_path(case))
     old = {}
     params = {}
@@ -752,42 +706,11 @@ def small_step(case, dtype, attention, **changes):
         old[name] = saved[f"params/{name}"]
         params[name] = jax.device_put(old[name], x.sharding)
     state = programs["from_params"](jax.random.key(0), params=params)
-    batch = put_batch(setup, make_batch(SMALL | CASES[case]))
-    state, metrics = programs["train_step"](state, batch, steplib.lr_at(0, setup["cfg"]))
+    state, metrics = programs["train_step"](
+        state, make_batch(setup), steplib.lr_at(0, setup["cfg"]))
     return {"loss": float(metrics["loss"]), "norm": float(metrics["grad_norm"]),
             "lr": float(metrics["lr"]), "grads": jax.device_get(state["opt"]["grads"]), "old": old,
             "new": jax.device_get(state["params"]), "cfg": setup["cfg"]}
-
-
-def numbers(dtype, attention):
-    """Compare the step of each case with float64."""
-    yield from compare_steps(dtype, attention, [(case, {}) for case in CASES])
-
-
-def numbers_by_remat(dtype, attention):
-    """Compare the step under each remat policy with float64."""
-    variants = [("plain", {"remat": remat}) for remat in train.model.REMAT if remat != "none"]
-    yield from compare_steps(dtype, attention, variants)
-
-
-def numbers_in_tf32(dtype, attention):
-    """Compare a step whose float32 products are in TF32, JAX's default on GPUs, with float64."""
-    yield from compare_steps(dtype, attention, [("plain", {})], precision="tf32")
-
-
-def compare_steps(dtype, attention, variants, precision=None):
-    """Yield a record for each (case, changes of the config), compiled side by side."""
-    def compare(variant):
-        case, changes = variant
-        name = " ".join([case, *(f"{k} {v}" for k, v in changes.items())])
-        try:
-            found = small_step(case, dtype, attention, **changes)
-        except Exception as e:  # the other variants are still worth a look
-            return record("FAIL", name, f"{type(e).__name__}: {str(e).splitlines()[0][:300]}")
-        return against_float64(name, case, found, precision or dtype)
-
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
-        yield from pool.map(compare, variants)
 
 
 def against_float64(name, case, found, precision):
@@ -795,17 +718,15 @@ def against_float64(name, case, found, precision):
     parameters against AdamW in float64 from the step's own gradients.
     """
     saved = np.load(reference_path(case))
+    cfg = found["cfg"]
     loss_error = abs(found["loss"] / float(saved["loss"]) - 1)
     # A factor of all gradients changes only their norm before clipping.
     norm_error = abs(found["norm"] / float(saved["norm"]) - 1)
     errors = {}
-    for each, grad in found["grads"].items():
-        errors[each] = relative_error(grad, saved[f"grads/{each}"])
-
-    # The first step of AdamW: the gradient divided by its absolute value, and weight decay.
-    cfg = found["cfg"]
     moves = {}
     for each, grad in found["grads"].items():
+        errors[each] = relative_error(grad, saved[f"grads/{each}"])
+        # The first step of AdamW: the gradient divided by its absolute value, and weight decay.
         old = np.float64(found["old"][each])
         wide = np.float64(grad)
         decay = cfg.weight_decay if np.ndim(old) > 1 and "norm" not in each else 0.0
@@ -840,51 +761,64 @@ def relative_error(found, expected):
     return float(difference / max(np.linalg.norm(np.ravel(expected)), 1e-30))
 
 
+# Expressions that some version of XLA got wrong on some device, of xp, jax.numpy or numpy, and x.
+
+def product_with_a_number(xp, x):
+    return ((x @ xp.full_like(x, 0.5)) * x).sum(-1)
+
+
+def softmax_of_products_times_ones(xp, x):
+    scores = x @ xp.swapaxes(x, -1, -2)
+    weights = xp.exp(scores - scores.max(-1, keepdims=True))
+    weights = weights / weights.sum(-1, keepdims=True)
+    return ((weights @ xp.ones_like(x)) * x).sum(-1)
+
+
+def squares_of_many_rows(xp, x):
+    return ((x @ xp.eye(x.shape[-1], dtype=x.dtype)) ** 2).sum(-1)
+
+
+def squares_of_many_rows_by_vmap(xp, x):
+    """The same by vmap, which gives another program; NumPy has no vmap."""
+    if xp is np:
+        return squares_of_many_rows(np, x)
+    return jax.vmap(lambda row: ((jnp.eye(row.shape[0]) @ row) ** 2).sum())(x)
+
+
+def bfloat16_product_with_a_float32_sum(xp, x):
+    x = x.astype(jnp.bfloat16)
+    if xp is np:
+        return x.astype(np.float64) @ x.T.astype(np.float64)
+    return jnp.matmul(x, x.T, preferred_element_type=jnp.float32)
+
+
+FORMS = (
+    (product_with_a_number, (5, 60, 60)),
+    (softmax_of_products_times_ones, (5, 60, 60)),
+    (squares_of_many_rows, (32_769, 3)),  # jax issue 39103
+    (squares_of_many_rows_by_vmap, (32_769, 3)),
+    (bfloat16_product_with_a_float32_sum, (64, 8192)),
+)
+FORM_BOUND = 1e-5  # of the relative error, by the norm
+
+
 def known_forms():
-    """Evaluate expressions that some version of XLA got wrong on some device, against NumPy."""
+    """Compare each of FORMS with NumPy in float64."""
     device = jax.devices()[0]
     options = steplib.compiler_options(train.config.Config(), device)
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return rng.standard_normal(shape).astype(np.float32)
-
-    def softmax(x):
-        e = np.exp(x - x.max(-1, keepdims=True))
-        return e / e.sum(-1, keepdims=True)
-
-    cube, tall = normal(5, 60, 60), normal(4096, 64)
-    wide, long = normal(64, 8192), normal(8192, 64)
-    # name: (function, the same in float64, arguments, bound)
-    forms = {
-        "product with a broadcast number, then a sum": (
-            lambda e: jnp.sum((e @ jnp.full_like(e, .5)) * e, -1),
-            lambda e: ((e @ np.full_like(e, .5)) * e).sum(-1), (cube,), 1e-5),
-        "softmax of products times ones": (
-            lambda x: jax.nn.softmax(x @ x.mT) @ jnp.ones_like(x) * x,
-            lambda x: softmax(x @ x.swapaxes(-1, -2)) @ np.ones_like(x) * x, (cube,), 1e-4),
-        "product, square, sum": (
-            lambda x, w: jnp.sum((x @ w) ** 2, -1),
-            lambda x, w: ((x @ w) ** 2).sum(-1), (tall, normal(64, 64)), 1e-5),
-        "bfloat16 product with a float32 sum over 8,192": (
-            lambda a, b: jnp.matmul(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16),
-                                    preferred_element_type=jnp.float32),
-            lambda a, b: round_bfloat16(a) @ round_bfloat16(b), (wide, long), 1e-5),
-    }
-    for name, (function, expected, args, bound) in forms.items():
-        wanted = expected(*(np.float64(x) if x.dtype == np.float32 else x for x in args))
-        compiled = jax.jit(function, compiler_options=options)
+    for form, shape in FORMS:
+        x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        expected = form(np, np.float64(x))
+        of_jax = partial(form, jnp)
         with jax.default_matmul_precision("highest"):
-            jitted = relative_error(np.asarray(compiled(*args)), wanted)
-            eager = relative_error(np.asarray(function(*map(jnp.asarray, args))), wanted)
-        checks = [checked("compiled", jitted, bound, "compiled, off by")]
+            jitted = np.asarray(jax.jit(of_jax, compiler_options=options)(x))
+            eager = np.asarray(of_jax(jnp.asarray(x)))
+        checks = [checked("compiled", relative_error(jitted, expected), FORM_BOUND,
+                          "compiled, off by")]
         if device.platform != "cpu":  # on a CPU eager operations have other options
-            checks.append(checked("eager", eager, bound, "operation by operation"))
-        yield together(name, checks)
-
-
-def round_bfloat16(x):
-    return np.float64(np.asarray(x, np.float32).astype(jnp.bfloat16).astype(np.float32))
+            checks.append(checked("eager", relative_error(eager, expected), FORM_BOUND,
+                                  "operation by operation"))
+        yield together(form.__name__.replace("_", " "), checks)
 
 
 # ---- determinism
@@ -898,7 +832,7 @@ N_CALLS, SECONDS = 5000, 25
 def determinism(how):
     """Call one compiled step many times from one state, in two processes; compare the digests.
 
-    how: "default" or "deterministic" for a GPU without or with that flag, "threads=N" for so many
+    how: "default" or "deterministic" for a GPU without or with that flag, "threads-N" for so many
     threads of a CPU, or "step" for other devices.
     """
     # Another process first: only one at a time can use a TPU.
@@ -920,16 +854,15 @@ def determinism(how):
 def repeat_step(how, n_calls):
     """Call one compiled step many times from one state, for at most SECONDS; compare the digests.
     """
-    option, _, n_threads = how.partition("=")
+    option, _, n_threads = how.partition("-")
     if option == "threads" and hasattr(os, "sched_setaffinity"):  # before JAX makes its threads
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(n_threads)])
-    changes = {}
+    fields = SMALL | CASES["plain"] | {"deterministic": option == "deterministic"}
     if jax.devices()[0].platform == "cpu":
-        changes = FAST
-    setup = small_setup("plain", **changes, deterministic=option == "deterministic")
-    steps = steplib.lower_steps(*train.step_args(setup))
-    programs = steplib.compile_steps(steps)
-    batch = put_batch(setup, make_batch(SMALL | CASES["plain"] | changes))
+        fields |= FAST
+    setup = setup_of(fields)
+    programs = programs_of(setup)
+    batch = make_batch(setup)
     initial = programs["init"](jax.random.key(0))
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
     first, n_different, n_done, wrong = None, 0, 0, ""
@@ -939,8 +872,7 @@ def repeat_step(how, n_calls):
             copy(initial), batch, steplib.lr_at(0, setup["cfg"]))
         digest = jax.device_get(programs["digest"](state))
         n_done += 1
-        if first is None:
-            first = digest
+        first = first or digest
         differences = different_tensors(digest, first)
         if differences:
             n_different += 1
@@ -960,41 +892,31 @@ def different_tensors(digest, other):
 
 # ---- a mesh
 
-def no_mesh():
-    yield record("SKIP", "mesh", "one device, so there is nothing to compare")
-
-
 def mesh():
     """Train three steps on one device and on all of them along each axis; compare the losses."""
     n = len(jax.devices())
-    sizes = dict(batch_size=2 * n, seq_len=32 * n, grad_accum_steps=1, n_heads=n, n_kv_heads=n,
-                 head_dim=16, dtype="float32", attention="xla")
-    dense = three_losses(small_setup("plain", **sizes))
-    experts = three_losses(small_setup("plain", **sizes, n_experts=n))
+    dense = SMALL | CASES["plain"] | dict(
+        batch_size=2 * n, seq_len=32 * n, grad_accum_steps=1, n_heads=n, n_kv_heads=n, head_dim=16,
+        dtype="float32", attention="xla")
+    experts = dense | {"n_experts": n}
+    expected = {"dense": three_losses(setup_of(dense)), "experts": three_losses(setup_of(experts))}
     for axis in steplib.AXES:
-        if axis == "ep":
-            changes = {"n_experts": n}
-            expected = experts
-        else:
-            changes = {}
-            expected = dense
+        kind, sizes = ("experts", experts) if axis == "ep" else ("dense", dense)
         try:
             # One axis has all devices, also if it is fsdp.
-            setup = small_setup("plain", n_devices=n, **sizes | changes | {axis: n})
+            found = three_losses(setup_of(sizes | {axis: n}, n))
         except ValueError as e:  # a mesh that this model cannot have
             yield record("SKIP", f"{axis} {n}", str(e).splitlines()[0])
             continue
-        found = three_losses(setup)
-        error = max(abs(a / b - 1) for a, b in zip(found, expected))
+        error = max(abs(a / b - 1) for a, b in zip(found, expected[kind]))
         text = f"losses {', '.join(f'{x:.6f}' for x in found)}: relative difference to one device"
         yield checked(f"{axis} {n}", error, 1e-5, text)
 
 
 def three_losses(setup):
     """The losses of three steps."""
-    steps = steplib.lower_steps(*train.step_args(setup))
-    programs = steplib.compile_steps(steps)
-    batch = random_batch(setup)
+    programs = programs_of(setup)
+    batch = make_batch(setup)
     state = programs["init"](jax.random.key(0))
     losses = []
     for i in range(3):
@@ -1014,6 +936,7 @@ def resume():
     nobody killed.
     """
     folder = Path(os.environ["CHECK_SCRATCH"], "resume")
+    log = folder / "killed" / "metrics.jsonl"
 
     def launch(name):
         flags = (f"--steps {N_STEPS} --save_every {SAVE_EVERY} --log_every 1 --eval_every 0 "
@@ -1024,20 +947,16 @@ def resume():
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                 text=True, cwd=ROOT)
 
-    def rows_of(name):
-        path = folder / name / "metrics.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        return [json.loads(line) for line in lines]
+    def last_step():
+        lines = log.read_text(encoding="utf-8").split("\n")[:-1]
+        return json.loads(lines[-1])["step"]
 
     # Kill the first run some steps after a checkpoint that is committed: the row "save" in the log
     # says only that its write has begun.
     killed = launch("killed")
-    root = str(folder / "killed" / "ckpt")
     while killed.poll() is None:
-        committed = train.ckpt.steps(root)
-        if committed and rows_of("killed")[-1]["step"] > committed[0] + 5:
+        committed = train.ckpt.steps(str(folder / "killed" / "ckpt"))
+        if committed and last_step() > committed[0] + 5:
             killed.kill()
             killed.wait()
         time.sleep(0.01)
@@ -1045,9 +964,10 @@ def resume():
         yield record("FAIL", "killed and resumed", "the first run ended before it was killed: "
                      f"{(killed.stdout.read().splitlines() or [''])[-1][:300]}")
         return
-    killed_at = rows_of("killed")[-1]["step"]
+    killed_at = last_step()
 
     # One after the other: only one process at a time can use a TPU.
+    found = {}
     for name in ("killed", "whole"):
         run = launch(name)
         output, _ = run.communicate()
@@ -1055,9 +975,9 @@ def resume():
             last = (output.strip().splitlines() or [""])[-1]
             yield record("FAIL", name, f"exit code {run.returncode}: {last[:300]}")
             return
-    found, expected = (train.ckpt.restore(str(folder / name / "ckpt"), N_STEPS)
-                       for name in ("killed", "whole"))
-    wrong = different_arrays(found, expected)
+        tree = train.ckpt.restore(str(folder / name / "ckpt"), N_STEPS)
+        found[name], _ = train.ckpt.flatten(tree)
+    wrong = different_arrays(found["killed"], found["whole"])
     result = checked("killed and resumed", len(wrong), 0, f"killed after step {killed_at} of "
                      f"{N_STEPS} and resumed; arrays of the last checkpoint that differ:")
     if wrong:
@@ -1067,10 +987,8 @@ def resume():
 
 def different_arrays(found, expected):
     """The names of the arrays of two checkpoints that are not bit-identical."""
-    found, _ = train.ckpt.flatten(found)
-    expected, _ = train.ckpt.flatten(expected)
-    names = sorted(found.keys() | expected.keys())
-    return [name for name in names if name not in found or name not in expected
+    return [name for name in sorted(found.keys() | expected.keys())
+            if name not in found or name not in expected
             or found[name].tobytes() != expected[name].tobytes()]
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import re
 import types
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 
 import jax
@@ -15,6 +14,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+import check
 import config
 import model
 import step
@@ -86,21 +86,20 @@ def place(batch, mesh):
     return jax.device_put(batch, shardings)
 
 
-def compiled(cfg, batch, table=TABLE, loss_fn=linear_loss, init_fn=init_linear, devices=None,
-             override=lambda name, value: value):
-    """(compile_steps over the mesh of cfg, its initial state, the batch placed)."""
-    traced = lowered(cfg, batch, table, loss_fn, init_fn, devices, override)
-    steps = step.compile_steps(traced)
-    steps["train_step"] = with_rate(steps["train_step"], cfg)
-    return steps, steps["init"](jax.random.key(0)), place(batch, traced["mesh"])
-
-
 def lowered(cfg, batch=None, table=TABLE, loss_fn=linear_loss, init_fn=init_linear, devices=None,
             override=lambda name, value: value):
     """lower_steps over the mesh of cfg, by default of the linear model."""
     mesh = step.make_mesh(cfg, devices)
     batch = batch_structs(linear_batch() if batch is None else batch, mesh)
     return step.lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override)
+
+
+def compiled(cfg, batch, *how, **named):
+    """(compile_steps over the mesh of cfg, its initial state, the batch placed)."""
+    traced = lowered(cfg, batch, *how, **named)
+    steps = step.compile_steps(traced)
+    steps["train_step"] = with_rate(steps["train_step"], cfg)
+    return steps, steps["init"](jax.random.key(0)), place(batch, traced["mesh"])
 
 
 def lm_batch(rows=16, T=8, vocab=32, ragged=True):
@@ -114,25 +113,22 @@ def lm_batch(rows=16, T=8, vocab=32, ragged=True):
     return {"tokens": tokens, "labels": labels}
 
 
+def language_model(cfg):
+    """The table, the loss and the initial values of the small transformer."""
+    return model.apply_param_groups(model.param_table(cfg), cfg, float), model.loss_fn, model.init
+
+
 def lm_run(cfg, devices=None, n_steps=2):
     """compile_steps of the small transformer, the state after n_steps steps, the metrics of each,
     and the batch.
     """
-    table = model.apply_param_groups(model.param_table(cfg), cfg, float)
-    steps, state, batch = compiled(cfg, lm_batch(), table, model.loss_fn, model.init, devices)
+    steps, state, batch = compiled(cfg, lm_batch(), *language_model(cfg), devices)
     metrics = []
     for _ in range(n_steps):
         state, m = steps["train_step"](state, batch)
         arrays = ("watch", "counts", "finite_grads")
         metrics.append({k: float(v) for k, v in m.items() if k not in arrays})
     return steps, state, metrics, batch
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    """State and metrics of two steps on one device."""
-    _, state, metrics, _ = lm_run(dataclasses.replace(SMALL, fsdp=1), jax.devices()[:1])
-    return host(state), metrics
 
 
 @pytest.fixture(scope="module")
@@ -146,41 +142,16 @@ def two_by_two():
     return dict(steps=steps, placed=placed, held=held, after=after, deleted=deleted, batch=batch)
 
 
-def np_adamw(params, grads, cfg, lrs):
-    """Loshchilov & Hutter 2019, algorithm 2, in float64, with the global norm clipped first; w
-    alone decays.
-    """
-    params = {k: np.float64(v) for k, v in params.items()}
-    m, v = ({k: np.zeros_like(p) for k, p in params.items()} for _ in range(2))
-    for t, (g, lr) in enumerate(zip(grads, lrs, strict=True), 1):
-        norm = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in g.values()))
-        cut = min(1, cfg.clip_norm / norm) if cfg.clip_norm else 1
-        for k, p in params.items():
-            m[k] = cfg.b1 * m[k] + (1 - cfg.b1) * g[k] * cut
-            v[k] = cfg.b2 * v[k] + (1 - cfg.b2) * (g[k] * cut) ** 2
-            direction = m[k] / (1 - cfg.b1**t) / (np.sqrt(v[k] / (1 - cfg.b2**t)) + cfg.eps)
-            p -= lr * (direction + (cfg.weight_decay * p if k == "w" else 0))
-    return params
+@pytest.fixture(scope="module")
+def offloaded():
+    """lm_run over dp=2, fsdp=4 with moments in host memory."""
+    return lm_run(dataclasses.replace(SMALL, dp=2, fsdp=4, offload_optimizer=True))
 
 
-def test_adamw_equals_numpy():
-    """Six steps on small and large gradients equal a float64 NumPy AdamW that clips to a global
-    norm of 1 and decays the matrix but not the bias, to 1e-5 (float32). lr follows the cosine.
-
-    Break: step.py: row.get("decay_mult", float(is_matrix)) => 1
-    """
-    cfg = dataclasses.replace(BASE, clip_norm=1.0, weight_decay=0.3, eps=0.01)
-    rng = np.random.default_rng(0)
-    grads = [{name: np.float32(size * rng.normal(size=row["shape"]))
-              for name, row in TABLE.items()} for size in (0.01, 1, 0.02, 3, 0.01, 1)]
-    state, update = linear_run(cfg, given_gradient)
-    first, lrs = host(state["params"]), []
-    for g in grads:
-        state, metrics = update(state, g)
-        lrs.append(float(metrics["lr"]))
-    assert lrs == pytest.approx([0.05 * (1 + np.cos(np.pi * k / 20)) for k in range(6)], rel=1e-6)
-    for k, want in np_adamw(first, grads, cfg, lrs).items():
-        np.testing.assert_allclose(state["params"][k], want, rtol=0, atol=1e-5, err_msg=k)
+def np_adamw(m, v, g, t, cfg):
+    """Loshchilov & Hutter 2019, algorithm 2, without the decay."""
+    m, v = cfg.b1 * m + (1 - cfg.b1) * g, cfg.b2 * v + (1 - cfg.b2) * g**2
+    return m / (1 - cfg.b1**t) / (np.sqrt(v / (1 - cfg.b2**t)) + cfg.eps), m, v
 
 
 def np_lion(m, v, g, t, cfg):
@@ -207,23 +178,25 @@ def np_adafactor(m, v, g, t, cfg):
     return u / max(1, np.sqrt((u**2).mean())), m, v
 
 
-@pytest.mark.parametrize("name, rule", [("lion", np_lion), ("sgd", np_sgd),
-                                        ("rmsprop", np_rmsprop), ("adafactor", np_adafactor)])
-def test_other_optimizers_equal_numpy(name, rule):
-    """Six steps equal the rule in float64 NumPy, with matrices decayed, to 1e-5 (float32).
+@pytest.mark.parametrize("name, rule", [
+    ("adamw", np_adamw), ("lion", np_lion), ("sgd", np_sgd), ("rmsprop", np_rmsprop),
+    ("adafactor", np_adafactor)])
+def test_optimizers_equal_numpy(name, rule):
+    """Six steps on small and large gradients, clipped to a global norm of 1, equal the rule in
+    float64 NumPy, which decays the matrix but not the bias, to 1e-5 (float32).
 
-    Break: step.py: optax.scale_by_rms(cfg.b2, => optax.scale_by_rms(cfg.b1,
+    Break: step.py: row.get("decay_mult", float(is_matrix)) => 1
     """
-    cfg = dataclasses.replace(BASE, optimizer=name, weight_decay=0.1, clip_norm=0.0, lr=0.01,
-                              eps=0.01)
+    cfg = dataclasses.replace(BASE, optimizer=name, weight_decay=0.3, clip_norm=1.0, eps=0.01)
     rng, (state, update) = np.random.default_rng(1), linear_run(cfg, given_gradient)
     params = {k: np.float64(x) for k, x in host(state["params"]).items()}
     m, v = ({k: np.zeros_like(p) for k, p in params.items()} for _ in range(2))
-    for t in range(1, 7):
-        grads = {k: rng.normal(size=p.shape).astype(np.float32) for k, p in params.items()}
+    for t, size in enumerate((0.01, 1, 0.02, 3, 0.01, 1), 1):
+        grads = {k: np.float32(size * rng.normal(size=p.shape)) for k, p in params.items()}
         state, metrics = update(state, grads)
+        cut = min(1, 1 / np.sqrt(sum((np.float64(g) ** 2).sum() for g in grads.values())))
         for k, p in params.items():
-            direction, m[k], v[k] = rule(m[k], v[k], np.float64(grads[k]), t, cfg)
+            direction, m[k], v[k] = rule(m[k], v[k], cut * np.float64(grads[k]), t, cfg)
             p -= float(metrics["lr"]) * (direction + cfg.weight_decay * (k == "w") * p)
     for k, p in params.items():
         np.testing.assert_allclose(state["params"][k], p, rtol=0, atol=1e-5, err_msg=k)
@@ -302,6 +275,32 @@ def test_adafactor_takes_each_matrix_and_vector_of_a_stack_alone():
                 before = alone_states.get((k, i), alone.init(zeros[k][i]))
                 want, alone_states[k, i] = update_alone(grads[k][i], before, zeros[k][i])
                 np.testing.assert_allclose(found[k][i], want, rtol=1e-5, err_msg=k)
+
+
+def test_groups_of_parameters_have_their_own_rate_decay_and_optimizer():
+    """Three steps equal float64 NumPy: AdamW for the matrix, at half the rate and twice the decay;
+    Lion for the stack; AdamW for the bias, which has a decay_mult.
+
+    Break: step.py: updates[name] = rates[name] * direction => updates[name] = direction
+    """
+    cfg = dataclasses.replace(BASE, weight_decay=0.25, clip_norm=0.0, b1=0.5, b2=0.75, eps=1e-8)
+    changes = {"embed": {"lr_mult": 0.5, "decay_mult": 2.0}, "layers": {"optimizer": "lion"},
+               "bias": {"decay_mult": 1.0}}
+    decays = {"embed": 0.5, "layers": 0.25, "bias": 0.25}
+    rng = np.random.default_rng(3)
+    params = {k: rng.normal(size=row["shape"]) for k, row in STACK.items()}
+    optimizer = step.make_optimizer(cfg, {k: row | changes[k] for k, row in STACK.items()})
+    ours = jax.tree.map(jnp.float32, params)
+    state = optimizer.init(ours)
+    m, v = dict.fromkeys(params, 0.0), dict.fromkeys(params, 0.0)
+    for t in range(1, 4):
+        grads = {k: rng.normal(size=x.shape) for k, x in params.items()}
+        updates, state = optimizer.update(jax.tree.map(jnp.float32, grads), state, ours)
+        for k, g in grads.items():
+            rule = np_lion if k == "layers" else np_adamw
+            direction, m[k], v[k] = rule(m[k], v[k], g, t, cfg)
+            want = (0.5 if k == "embed" else 1) * (direction + decays[k] * params[k])
+            np.testing.assert_allclose(updates[k], want, rtol=2e-5, atol=1e-6)
 
 
 FIRST_MOMENTS = {"adamw": {"mu"}, "adafactor": set(), "lion": {"mu"}, "muon": {"mu", "trace"},
@@ -461,11 +460,9 @@ def test_an_evaluation_takes_microbatches():
     found, memory = [], []
     for n in (1, 4):
         cfg = dataclasses.replace(SMALL, fsdp=1, grad_accum_steps=n)
-        batch = lm_batch()
-        steps = lowered(cfg, batch, model.param_table(cfg), model.loss_fn, model.init,
-                        jax.devices()[:1])
+        steps = lowered(cfg, lm_batch(), *language_model(cfg), jax.devices()[:1])
         program = steps["eval_step"]().compile()
-        found.append(program(model.init(jax.random.key(0), cfg), batch))
+        found.append(program(model.init(jax.random.key(0), cfg), lm_batch()))
         memory.append(program.memory_analysis().temp_size_in_bytes)
     assert found[0].keys() == found[1].keys()
     for name, pair in found[0].items():
@@ -473,27 +470,10 @@ def test_an_evaluation_takes_microbatches():
     assert memory[1] < memory[0] / 2
 
 
-def test_a_microbatch_has_its_part_of_the_rows():
-    """16 rows in 2 microbatches are 8 at a time, and not 2.
-
-    Break: step.py: jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0) =>
-    x.reshape(-1, A, *x.shape[1:])
-    """
-    rows_at_once = set()
-
-    def loss(params, batch, cfg):
-        rows_at_once.add(batch["x"].shape[0])
-        return linear_loss(params, batch, cfg)
-
-    cfg = dataclasses.replace(BASE, grad_accum_steps=2, fsdp=1)
-    lowered(cfg, loss_fn=loss, devices=jax.devices()[:1])["train_step"]()
-    assert rows_at_once == {8}
-
-
 SPARSE = dataclasses.replace(SMALL, n_experts=8, capacity_factor=0.0)
-# Eight devices along each axis, and two along each of every three.
-FACTORS = [sizes for sizes in product((1, 2, 8), repeat=5) if np.prod(sizes) == 8]
-FAST = [(1, 8, 1, 1, 1), (1, 1, 8, 1, 1), (1, 1, 1, 8, 1), (1, 1, 1, 1, 8)]
+# Eight devices along each axis, and two along three, so that each pair of axes occurs.
+MESHES = [(8, 1, 1, 1, 1), (1, 8, 1, 1, 1), (1, 1, 8, 1, 1), (1, 1, 1, 8, 1), (1, 1, 1, 1, 8),
+          (2, 2, 2, 1, 1), (2, 1, 1, 2, 2), (1, 2, 1, 2, 2), (1, 1, 2, 2, 2)]
 
 
 def loss_and_grads(cfg, devices=None):
@@ -530,11 +510,11 @@ def check_gradients(cfg, base, devices=None):
 
 
 @pytest.mark.parametrize("sizes", [
-    pytest.param(f, marks=() if f in FAST else pytest.mark.slow) for f in FACTORS])
+    pytest.param(sizes, marks=[pytest.mark.slow] * (8 not in sizes)) for sizes in MESHES])
 def test_every_mesh_gives_the_same_gradients(sizes):
-    """Each split of 8 devices over dp, fsdp, ep, tp and sp gives the loss sums of one device to
-    1e-5 relative, and each gradient to 1e-5 of its largest entry (order of float32 sums). Where ep
-    is not 1 the model has experts.
+    """Splits of 8 devices over dp, fsdp, ep, tp and sp give the loss sums of one device to 1e-5
+    relative, and each gradient to 1e-5 of its largest entry (order of float32 sums). Where ep is
+    not 1 the model has experts.
 
     Break: model.py: q = q_BTNH.reshape(B, T, n_parts, -1, H) =>
     q = q_BTNH.reshape(B, T, -1, n_parts, H).swapaxes(2, 3)
@@ -543,30 +523,28 @@ def test_every_mesh_gives_the_same_gradients(sizes):
     check_gradients(dataclasses.replace(cfg, **dict(zip(step.AXES, sizes))), cfg)
 
 
-def test_a_mesh_gives_the_same_steps(one_device):
+@pytest.mark.slow
+def test_fewer_kv_heads_than_sp_give_the_same_gradients():
+    """2 kv heads for 8 query heads, spread over tp 2 x sp 4.
+
+    Break: model.py: k = jnp.repeat(k_BTKH, n_copies, axis=2) =>
+    k = jnp.tile(k_BTKH, (1, 1, n_copies, 1))
+    """
+    cfg = dataclasses.replace(SMALL, n_kv_heads=2)
+    check_gradients(dataclasses.replace(cfg, fsdp=1, tp=2, sp=4), cfg)
+
+
+def test_a_mesh_gives_the_same_steps():
     """Two steps over a mesh, in tiles and 4 microbatches of 0 to 30 labels each, have the metrics
     of one device in one batch, to 1e-5 relative.
 
     Break: step.py: metrics = {name: sums[name] / divisors[name] for name in sums} => metrics =
     {name: sums[name] / divisors[name] / jax.sharding.get_abstract_mesh().size for name in sums}
     """
+    wanted = lm_run(dataclasses.replace(SMALL, fsdp=1), jax.devices()[:1])[2]
     cfg = dataclasses.replace(SMALL, fsdp=2, tp=2, sp=2, mlp_tiles=2, logit_tiles=4,
                               grad_accum_steps=4)
-    for want, got in zip(one_device[1], lm_run(cfg)[2]):
-        assert got == pytest.approx(want, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_fewer_kv_heads_than_sp_give_the_same_numbers():
-    """2 kv heads for 8 query heads, spread over tp 2 x sp 4: the metrics of one device, to 1e-5
-    relative.
-
-    Break: model.py: k = jnp.repeat(k_BTKH, n_copies, axis=2) =>
-    k = jnp.tile(k_BTKH, (1, 1, n_copies, 1))
-    """
-    cfg = dataclasses.replace(SMALL, n_kv_heads=2, fsdp=1)
-    wanted = lm_run(cfg, jax.devices()[:1])[2]
-    for want, got in zip(wanted, lm_run(dataclasses.replace(cfg, tp=2, sp=4))[2]):
+    for want, got in zip(wanted, lm_run(cfg)[2]):
         assert got == pytest.approx(want, rel=1e-5)
 
 
@@ -620,23 +598,6 @@ def test_gradients_are_sharded_like_their_moments():
     assert P(("fsdp", "dp"), "tp") in specs
 
 
-def test_sums_are_replicated():
-    """A loss may leave its sums split over the mesh; metrics and evaluation sums are replicated.
-
-    Break: step.py: evaluation["batch"]), replicated) => evaluation["batch"]), None)
-    """
-    def split_loss(params, batch, cfg):
-        sums, counts = linear_loss(params, batch, cfg)
-        by_row = jax.lax.with_sharding_constraint((batch["x"] ** 2).sum(axis=1), P("fsdp"))
-        return sums | {"by_row": by_row}, counts | {"by_row": 1}
-
-    steps, state, batch = compiled(BASE, linear_batch(), loss_fn=split_loss)
-    sums = steps["eval_step"](state["params"], batch)
-    metrics = steps["train_step"](state, batch)[1]
-    assert sums["by_row"][0].shape == metrics["by_row"].shape == (16,)
-    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves((sums, metrics)))
-
-
 def test_moments_that_dp_cannot_split_are_sharded_like_the_parameter():
     """Over fsdp 2 and dp 2 a dim of 8 is split in four and one of 6 in two; one over tp stays as it
     is.
@@ -650,17 +611,16 @@ def test_moments_that_dp_cannot_split_are_sharded_like_the_parameter():
 
 
 @pytest.mark.slow
-def test_moments_on_the_host_change_nothing():
+def test_moments_on_the_host_change_nothing(offloaded):
     """Moments in host memory are there before and after a step, sharded as on the devices, and the
     steps are bit-identical.
 
     Break: step.py: state_shardings(shapes, table, mesh, "pinned_host") =>
     state_shardings(shapes, table, mesh)
     """
-    cfg = dataclasses.replace(SMALL, dp=2, fsdp=4)
-    (_, want, seen, _), (steps, got, seen_host, _) = (
-        lm_run(dataclasses.replace(cfg, offload_optimizer=where)) for where in (False, True))
-    assert seen == seen_host
+    steps, got, seen_on_host, _ = offloaded
+    _, want, seen, _ = lm_run(dataclasses.replace(SMALL, dp=2, fsdp=4))
+    assert seen == seen_on_host
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got)):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     for tree in (steps["state"], got):
@@ -714,7 +674,7 @@ def test_a_digest_is_of_all_bits_and_their_positions():
     assert digest(x) == digest(x.copy())
 
 
-def test_a_digest_does_not_depend_on_the_mesh(two_by_two):
+def test_a_digest_does_not_depend_on_the_mesh(two_by_two, offloaded):
     """The digest of a state over 8 devices, by the compiled program, is that of its arrays on one
     device, also with moments in host memory.
 
@@ -725,10 +685,9 @@ def test_a_digest_does_not_depend_on_the_mesh(two_by_two):
     assert step.digest(step.digest_sums(jax.tree.map(jnp.asarray, host(state)))) == sharded
     for name, x in host(state)["params"].items():
         assert jax.device_get(steps["digest"](state))["params"][name].tolist() == np_digest_sums(x)
-    cfg = dataclasses.replace(SMALL, dp=2, fsdp=4, offload_optimizer=True)
-    on_host, moved, _, _ = lm_run(cfg, n_steps=0)
-    assert step.digest(on_host["digest"](moved)) == step.digest(step.digest_sums(
-        jax.tree.map(jnp.asarray, host(moved))))
+    steps, state, _, _ = offloaded
+    assert step.digest(step.digest_sums(jax.tree.map(jnp.asarray, host(state)))) == step.digest(
+        steps["digest"](state))
 
 
 def test_nan_leaves_the_model_as_it_was():
@@ -827,26 +786,23 @@ def test_fp16_overflow_halves_the_scale_and_skips():
         np.testing.assert_array_equal(after["params"]["w"], state["params"]["w"])
 
 
-def next_scales(value, good, finite):
-    """The loss scales, and the finite steps since they changed, after these steps."""
-    scale, seen = {"value": jnp.float32(value), "good": jnp.int32(good)}, []
-    for is_finite in finite:
-        scale = step._next_scale(scale, jnp.bool_(is_finite))
-        seen.append((float(scale["value"]), int(scale["good"])))
-    return seen
-
-
 def test_the_loss_scale_follows_overflows(monkeypatch):
     """2000 finite steps in a row double the scale, up to 2^24 (arXiv:1710.03740, and PyTorch). An
     overflow halves it, down to float16's smallest normal number, and restarts the count.
 
     Break: step.py: jnp.minimum(scale["value"] * 2, FP16_MAX_SCALE) => scale["value"] * 2
     """
+    def next_scales(value, good, finite):
+        scale, seen = {"value": jnp.float32(value), "good": jnp.int32(good)}, []
+        for is_finite in finite:
+            scale = step._next_scale(scale, jnp.bool_(is_finite))
+            seen.append((float(scale["value"]), int(scale["good"])))
+        return seen
+
     assert next_scales(8, 1998, (1, 1)) == [(8, 1999), (16, 0)]
     assert next_scales(2.0**-13, 5, (0, 0)) == [(2.0**-14, 0), (2.0**-14, 0)]
     monkeypatch.setattr(step, "FP16_PATIENCE", 3)
-    assert next_scales(8, 0, (1, 1, 0, 1, 1, 1, 1)) == [
-        (8, 1), (8, 2), (4, 0), (4, 1), (4, 2), (8, 0), (8, 1)]
+    assert next_scales(8, 0, (1, 1, 0, 1, 1)) == [(8, 1), (8, 2), (4, 0), (4, 1), (4, 2)]
     assert next_scales(2.0**24, 2, (1,)) == [(2.0**24, 0)]
 
 
@@ -1004,8 +960,7 @@ def test_the_parts_of_a_step_are_named_in_a_profile():
     Break: model.py: with jax.named_scope("mlp"): => with jax.named_scope("attention"):
     """
     cfg = dataclasses.replace(SMALL, fsdp=1)
-    steps = lowered(cfg, lm_batch(), model.param_table(cfg), model.loss_fn, model.init,
-                    jax.devices()[:1])
+    steps = lowered(cfg, lm_batch(), *language_model(cfg), jax.devices()[:1])
     names = re.findall(r'op_name="([^"]*)"', steps["train_step"]().compile().as_text())
     words = [re.split("[/()]", name) for name in names]
     parts = ("embedding", "attention", "mlp", "head", "loss")
@@ -1015,21 +970,25 @@ def test_the_parts_of_a_step_are_named_in_a_profile():
         assert any(scope in path and "transpose" in path for path in words), scope
 
 
-def image_loss(params, batch, cfg):
-    """Cross-entropy of a linear classifier of images [B, 4, 2] with a label each [B]."""
-    logp_BV = jax.nn.log_softmax(batch["image"].reshape(-1, 8) @ params["w"] + params["b"][None])
-    hit_BV = batch["label"][:, None] == jnp.arange(4)[None]
-    nll = -jnp.where(hit_BV, logp_BV, 0).sum()
-    return {"objective": nll, "loss": nll}, {
-        "objective": jnp.float32(hit_BV.size), "loss": jnp.float32(len(hit_BV))}
-
-
 def test_batches_of_any_rank_learn_over_a_mesh():
-    """Images of rank 3 with labels of rank 1, in microbatches over dp, fsdp and tp: the losses of
-    one device in one batch, to 1e-5 relative (float32), which fall below a half.
+    """Images of rank 3 with labels of rank 1, in 4 microbatches of 8 over dp, fsdp and tp: the
+    losses of one device in one batch, to 1e-5 relative (float32), which fall below a half.
 
-    Break: step.py: x.reshape(-1, A, *x.shape[1:]), 1, 0) => x.reshape(-1, A, x.shape[-1]), 1, 0)
+    Break: step.py: jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0) =>
+    x.reshape(-1, A, *x.shape[1:])
     """
+    n_rows = set()
+
+    def image_loss(params, batch, cfg):
+        """Cross-entropy of a linear classifier of images [B, 4, 2] with a label each [B]."""
+        n_rows.add(len(batch["label"]))
+        images = batch["image"].reshape(-1, 8)
+        logp_BV = jax.nn.log_softmax(images @ params["w"] + params["b"][None])
+        hit_BV = batch["label"][:, None] == jnp.arange(4)[None]
+        nll = -jnp.where(hit_BV, logp_BV, 0).sum()
+        return {"objective": nll, "loss": nll}, {
+            "objective": jnp.float32(hit_BV.size), "loss": jnp.float32(len(hit_BV))}
+
     cfg, rng = dataclasses.replace(BASE, clip_norm=0.0, weight_decay=0.0), np.random.default_rng(3)
     image, losses = np.float32(rng.normal(size=(32, 4, 2))), []
     label = (image.reshape(32, 8) @ rng.normal(size=(8, 4))).argmax(axis=1).astype(np.int32)
@@ -1038,59 +997,64 @@ def test_batches_of_any_rank_learn_over_a_mesh():
         steps, state, batch = compiled(
             dataclasses.replace(cfg, **sizes), {"image": image, "label": label},
             loss_fn=image_loss, devices=devices)
-        assert batch["label"].ndim == 1 and len(batch["label"].devices()) == len(devices)
         losses.append([])
         for _ in range(10):
             state, metrics = steps["train_step"](state, batch)
             losses[-1].append(float(metrics["loss"]))
         assert metrics["n_labels"] == 32
+    assert n_rows == {8, 32}
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     assert losses[0][-1] < 0.5 * losses[0][0]
 
 
 def vector_loss(params, batch, cfg):
-    """linear_loss, and two vectors of sums: a histogram of x, counted by rows; and the sums of y
-    where it is above 1, by column.
+    """linear_loss, and vectors of sums: a histogram of x, counted by rows; the sums of y where it
+    is above 1, by column; and the squares of x by row, split over the mesh.
     """
     sums, counts = linear_loss(params, batch, cfg)
     bins = jnp.clip((50 * (batch["x"] + 2)).astype(jnp.int32), 0, 199)
     above = batch["y"] > 1
+    squares = (batch["x"] ** 2).sum(axis=1)
     sums |= {"histogram": jnp.zeros(200).at[bins].add(1.0),
-             "y": jnp.where(above, batch["y"], 0).sum(axis=0)}
-    return sums, counts | {"histogram": len(bins), "y": above.sum(axis=0)}
+             "y": jnp.where(above, batch["y"], 0).sum(axis=0),
+             "by_row": jax.lax.with_sharding_constraint(squares, P("fsdp"))}
+    counts |= {"histogram": len(bins), "y": above.sum(axis=0), "by_row": 1 / cfg.grad_accum_steps}
+    return sums, counts
 
 
 def vector_sums(batch):
-    """The two vectors of vector_loss, by NumPy."""
+    """The vectors of vector_loss in 4 microbatches, each of every fourth row, by NumPy."""
     bins = np.clip((50 * (batch["x"] + np.float32(2))).astype(int), 0, 199)
     above = batch["y"] > 1
     return {"histogram": (np.bincount(bins.ravel(), minlength=200), len(bins)),
-            "y": (np.where(above, batch["y"], 0).sum(axis=0, dtype=float), above.sum(axis=0))}
+            "y": (np.where(above, batch["y"], 0).sum(axis=0, dtype=float), above.sum(axis=0)),
+            "by_row": ((batch["x"] ** 2).sum(axis=1).reshape(4, 4).sum(axis=1), 1)}
 
 
 def test_sums_may_be_vectors():
-    """Sums of shape [200] and [4], with a scalar count and one each, are means in the metrics of an
-    accumulated step, 0 where the count is 0, and sums and counts in an evaluation, to 1e-6.
+    """Sums of several shapes, with a scalar count and one each, are means in the metrics of an
+    accumulated step, 0 where the count is 0, and sums and counts in an evaluation, to 1e-6. All are
+    replicated, though the loss leaves one split over the mesh.
 
-    Break: step.py: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes) =>
-    jax.tree.map(lambda x: jnp.float32(0), shapes)
+    Break: step.py: evaluation["batch"]), replicated) => evaluation["batch"]), None)
     """
-    batch = linear_batch()
-    batch["y"][:, 2] = 0  # never above 1
-    _, update = linear_run(cfg := dataclasses.replace(BASE, grad_accum_steps=4), vector_loss)
-    metrics = update(linear_run(cfg)[0], batch)[1]
-    for name, (total, count) in vector_sums(batch).items():
-        np.testing.assert_allclose(metrics[name], total / np.maximum(count, 1), rtol=1e-6)
-    assert metrics["y"][2] == 0 and np.sum(metrics["histogram"]) == 8
-
+    cfg = dataclasses.replace(BASE, grad_accum_steps=4, fsdp=4)
     batches = [linear_batch(seed) for seed in range(3)]
-    evaluate = jax.jit(lambda params, b: step.eval_step(params, b, cfg, vector_loss))
-    totals = step.evaluate(evaluate, linear_run(cfg)[0]["params"], batches)
+    batches[0]["y"][:, 2] = 0  # never above 1
+    steps, state, batch = compiled(
+        cfg, batches[0], loss_fn=vector_loss, devices=jax.devices()[:4])
+    placed = [batch, *(jax.device_put(b, jax.tree.map(lambda x: x.sharding, batch))
+                       for b in batches[1:])]
+    first = steps["eval_step"](state["params"], batch)
+    totals = step.evaluate(steps["eval_step"], state["params"], placed)
+    metrics = steps["train_step"](state, batch)[1]
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves((first, metrics)))
     want = [vector_sums(b) for b in batches]
-    for name in ("histogram", "y"):
-        for got, parts in zip(totals[name], zip(*(w[name] for w in want), strict=True),
-                              strict=True):
+    for name, (total, count) in want[0].items():
+        np.testing.assert_allclose(metrics[name], total / np.maximum(count, 1), rtol=1e-6)
+        for got, parts in zip(totals[name], zip(*(w[name] for w in want)), strict=True):
             np.testing.assert_allclose(got, np.sum(parts, axis=0), rtol=1e-6)
+    assert metrics["y"][2] == 0 and np.sum(metrics["histogram"]) == 8
 
 
 def test_evaluation_adds_up_in_float64_and_can_be_stopped():
@@ -1367,37 +1331,6 @@ def test_a_gpu_is_known_by_its_compute_capability(platform, capability, known):
     assert jax.jit(lambda x: x + 1, compiler_options=exact)(1) == 2
 
 
-def _product_with_broadcast(xp, x):
-    return ((x @ xp.full_like(x, 0.5)) * x).sum(-1)
-
-
-def _attention_to_ones(xp, x):
-    scores = x @ xp.swapaxes(x, -1, -2)
-    weights = xp.exp(scores - scores.max(-1, keepdims=True))
-    weights = weights / weights.sum(-1, keepdims=True)
-    return ((weights @ xp.ones_like(x)) * x).sum(-1)
-
-
-def _squares_of_many_rows(xp, x):
-    return ((x @ xp.eye(x.shape[-1], dtype=x.dtype)) ** 2).sum(-1)
-
-
-def _squares_of_many_rows_mapped(xp, x):
-    """The same by vmap, which gives another program; NumPy has no vmap."""
-    if xp is np:
-        return _squares_of_many_rows(np, x)
-    return jax.vmap(lambda row: ((jnp.eye(row.shape[0]) @ row) ** 2).sum())(x)
-
-
-# (function of (numpy or jax.numpy, x), shape of x): compiled programs were wrong on CPUs.
-MISCOMPILED = (
-    (_product_with_broadcast, (5, 60, 60)),
-    (_attention_to_ones, (5, 60, 60)),
-    (_squares_of_many_rows, (32_769, 3)),  # jax issue 39103
-    (_squares_of_many_rows_mapped, (32_769, 3)),
-)
-
-
 def test_forms_that_xla_miscompiles_are_right_with_our_options():
     """The known forms, compiled for a CPU, equal float64 NumPy. Without the options some do not.
 
@@ -1406,7 +1339,7 @@ def test_forms_that_xla_miscompiles_are_right_with_our_options():
     """
     options = step.compiler_options(types.SimpleNamespace(deterministic=False), jax.devices()[0])
     wrong_by_default = {}
-    for form, shape in MISCOMPILED:
+    for form, shape in check.FORMS:
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         exact = form(np, x.astype(np.float64))
         tolerance = 1e-4 * np.abs(exact).max()
@@ -1428,38 +1361,3 @@ def test_the_level_of_optimization_in_xla_flags_is_kept(monkeypatch):
     assert "xla_backend_optimization_level" not in step.compiler_options(cfg, jax.devices()[0])
     monkeypatch.setattr(step, "XLA_FLAGS_NAME_LEVEL", False)
     assert step.compiler_options(cfg, jax.devices()[0])["xla_backend_optimization_level"] == 1
-
-
-# ---- parameter groups
-
-def test_groups_of_parameters_have_their_own_rate_decay_and_optimizer():
-    """Three steps equal float64 NumPy: AdamW for the matrix, at half the rate and twice the decay;
-    Lion for the stack; AdamW for the bias, which has a decay_mult.
-
-    Break: step.py: updates[name] = rates[name] * direction => updates[name] = direction
-    """
-    cfg = dataclasses.replace(BASE, optimizer="adamw", weight_decay=0.25, clip_norm=0.0, b1=0.5,
-                              b2=0.75, eps=1e-8)
-    changes = {"embed": {"lr_mult": 0.5, "decay_mult": 2.0}, "layers": {"optimizer": "lion"},
-               "bias": {"decay_mult": 1.0}}
-    table = {name: row | changes.get(name, {}) for name, row in STACK.items()}
-    rng = np.random.default_rng(3)
-    params = {k: rng.normal(size=row["shape"]) for k, row in STACK.items()}
-    optimizer = step.make_optimizer(cfg, table)
-    ours = jax.tree.map(jnp.float32, params)
-    state, m = optimizer.init(ours), dict.fromkeys(params, 0.0)
-    v = dict(m)
-    for t in range(1, 4):
-        grads = {k: rng.normal(size=x.shape) for k, x in params.items()}
-        updates, state = optimizer.update(jax.tree.map(jnp.float32, grads), state, ours)
-        for name, g in grads.items():
-            if name == "layers":
-                u = np.sign(cfg.b1 * m[name] + (1 - cfg.b1) * g)
-                m[name] = cfg.b2 * m[name] + (1 - cfg.b2) * g
-            else:
-                m[name] = cfg.b1 * m[name] + (1 - cfg.b1) * g
-                v[name] = cfg.b2 * v[name] + (1 - cfg.b2) * g * g
-                u = m[name] / (1 - cfg.b1**t) / (np.sqrt(v[name] / (1 - cfg.b2**t)) + cfg.eps)
-            u += {"embed": 0.5, "layers": 0.25, "bias": 0.25}[name] * params[name]
-            np.testing.assert_allclose(updates[name], u * (0.5 if name == "embed" else 1),
-                                       rtol=2e-5, atol=1e-6)
