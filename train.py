@@ -1123,7 +1123,7 @@ def run_validation(run, state, step, progress):
         row = run["log_event"]("eval", {"step": step} | metrics)
     values = numbers(row)
     for name, value in values.items():
-        if name not in ("step", "eval_s") and not name.endswith("s_per_s"):
+        if name != "step" and not name.startswith("eval_"):
             last_metrics[name] = value
     last_metrics["val_step"] = step
     # The earlier one of equal losses is the best. A loss that is not finite never is.
@@ -1194,7 +1194,11 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     # Duration and speed.
     n_units = n_examples * task["units_per_step"](cfg) / cfg.batch_size
     row["eval_s"] = time.perf_counter() - began
-    row[f"eval_{task['unit']}s_per_s"] = n_units / max(row["eval_s"], 1e-9)
+    units_per_s = n_units / max(row["eval_s"], 1e-9)
+    row[f"eval_{task['unit']}s_per_s"] = units_per_s
+    if task["flops"]:  # forward is a third of the training of all weights
+        flops, _ = task["flops"](metric_means(sums), dataclasses.replace(cfg, freeze=()))
+        row["eval_tflops_per_device"] = flops / 3 * units_per_s / jax.device_count() / 1e12
     return row
 
 

@@ -97,7 +97,7 @@ UNIGRAM = train.TEXT | {
     "table": lambda cfg: {"w": dict(shape=(256,), spec=P(), init=("normal", 1.0))},
     "init": lambda key, cfg: {"w": jnp.zeros(256)},
     "loss": unigram_loss,
-    "flops": None,
+    "flops": lambda means, cfg: (6e6, "2e6 forward, 4e6 backward"),
     "sample": None,
     "memory_flags": lambda sp, cfg: [],
 }
@@ -146,6 +146,8 @@ def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
         assert line in screen
     speed = 16 * (math.ceil(len(labels["code"]) / 16) + math.ceil(len(labels["prose"]) / 16))
     assert found["eval_tokens_per_s"] == pytest.approx(speed / found["eval_s"])
+    tflops = 2e6 * found["eval_tokens_per_s"] / jax.device_count() / 1e12  # forward alone
+    assert found["eval_tflops_per_device"] == pytest.approx(tflops)
     assert json.loads(screen[-1]) == found
 
     first = train.main(dataclasses.replace(cfg, eval_batches=1), task=UNIGRAM, params={"w": w})
