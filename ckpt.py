@@ -717,29 +717,28 @@ def roots(root):
     return {"save": root, "weights": join_path(root, "weights"), "best": join_path(root, "best")}
 
 
-def newest_run_meta(root, needed_for="", others=""):
+def newest_run_meta(root, needed_for=""):
     """(step, meta) of the newest checkpoint of a run, see `newest_meta`.
 
-    needed_for: the purpose that needs a checkpoint; "" if the run can do without. others: text that
-    names other runs, for the error. Raises ValueError when a needed checkpoint is missing, or was
-    not saved by a run.
+    needed_for: the purpose that needs a checkpoint; "" if the run can do without. Raises ValueError
+    when a needed checkpoint is missing, or was not saved by a run.
     """
     saved, meta = newest_meta(root)
     if needed_for and not meta:
         raise ValueError(f"{needed_for}: {root} holds no checkpoint; name the --out_dir of a run "
-                         f"that has saved one{others}")
+                         "that has saved one")
     if meta and "config" not in meta:
         raise ValueError(f"{root}: checkpoint {saved} was not saved by a run; to start from its "
                          "parameters, use --init_from")
     return saved, meta
 
 
-def find_start(out_dir, root, resume, given=False, others=""):
+def find_start(out_dir, root, resume, given=False):
     """(step, meta) of the checkpoint from which a run resumes; (None, {}) for none.
 
     resume: "overwrite", "must", "never" or another text. given: whether the caller has a state or
-    parameters. others: as in newest_run_meta. Raises ValueError when a required checkpoint is
-    missing, or when a checkpoint must not exist.
+    parameters. Raises ValueError when a required checkpoint is missing, or when a checkpoint must
+    not exist.
     """
     if resume == "overwrite":
         return None, {}
@@ -752,7 +751,7 @@ def find_start(out_dir, root, resume, given=False, others=""):
                          "set --ckpt_dir to that, or choose another --out_dir")
 
     needed_for = "resume must" if resume == "must" else ""
-    saved, meta = newest_run_meta(root, needed_for, others)
+    saved, meta = newest_run_meta(root, needed_for)
     if meta and (given or resume == "never"):
         raise ValueError(f"resume {resume}: {out_dir} holds a run at step {saved}, which this "
                          "launch would not resume; choose another --out_dir, or delete the run "

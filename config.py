@@ -5,6 +5,7 @@ Owns `Config`, the one class of the project, its text forms (command line, JSON,
 its validation. Rejects a config that cannot run, with all errors in one message.
 Invariant: a `Config` is hashable, so that it can be a static argument of jax.jit.
 """
+import argparse
 import dataclasses
 import difflib
 import inspect
@@ -316,27 +317,19 @@ def parse(argv, kind=Config):
     typed = _expand_home(_typed_values(argv, kind))
     branch, named = _named_values(kind(**typed))
     # Which folder? A first config answers that. The folder may hold a run with a config of its own.
-    first = kind(**_merge(branch, named, typed))
+    first = kind(**(branch | named | typed))
     out_dir = _choose_out_dir(first, typed)
     run = _run_values(first, out_dir)
     # The file is the config of another run: its folders are not those of this one.
     if not _is_same_path(named.get("out_dir", out_dir), out_dir):
         named.update(ckpt_dir="", export="")
 
-    values = _merge(run or branch, named, typed)
+    values = (run or branch) | named | typed
     values["explicit"] = tuple(sorted(values))
     values["out_dir"] = out_dir
     if run:
         values["config"] = run["config"]
     return kind(**values)
-
-
-def _merge(*sources):
-    """One dict of all sources; the last source that has a key gives its value."""
-    merged = {}
-    for source in sources:
-        merged |= source
-    return merged
 
 
 # ---- validation
@@ -357,7 +350,7 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
         raise_if_errors(errors)
 
     # Fields together, then with the mesh, then with the task.
-    errors += _rule_errors(cfg) + _unused_errors(cfg, choices)
+    errors += _rule_errors(cfg) + _unused_errors(cfg)
     sizes = None
     if n_devices:
         sizes, mesh_errors = mesh_sizes(cfg, n_devices)
@@ -375,36 +368,27 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
 
 def _typed_values(argv, kind):
     """{field: value} of the flags on a command line, also of those that give a default."""
-    import tyro
-
-    # tyro finds the texts of each flag. Choices stay texts: validate names the nearest one.
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False,
+        argument_default=argparse.SUPPRESS)  # flags that are not typed have no value
     types = get_type_hints(kind)
-    fields = []
     for name, hint in types.items():
         if hint is bool:
-            fields.append((name, bool, False))
-        elif get_origin(hint) is tuple:
-            fields.append((name, tuple[str, ...], ()))
+            parser.add_argument(f"--{name}", action="store_true")
+            parser.add_argument(f"--no_{name}", action="store_false", dest=name)
         else:
-            fields.append((name, str, ""))
-    flags, unknown = tyro.cli(
-        dataclasses.make_dataclass("Flags", fields), args=argv, use_underscores=True,
-        add_help=False, return_unknown_args=True)
+            parser.add_argument(f"--{name}", nargs="*" if get_origin(hint) is tuple else None)
+    try:
+        flags, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as e:
+        raise ValueError(str(e)) from None
     _check_unknown(unknown, kind)
-
-    typed = {}
-    for arg in argv:
-        name = re.sub("^--|=.*", "", arg, flags=re.DOTALL).replace("-", "_")
-        if name not in types:
-            name = name.removeprefix("no_")  # a switch
-        if arg.startswith("--") and name in types:
-            typed[name] = _read_flag(name, getattr(flags, name), types[name])
-    return typed
+    return {name: _read_flag(name, value, types[name]) for name, value in vars(flags).items()}
 
 
 def _read_flag(name, value, hint):
     """The value of a flag, in which numbers may be written as 1Ki, 50% or 2h30m."""
-    if isinstance(value, tuple):
+    if isinstance(value, list):
         return tuple(_read_flag(name, item, get_args(hint)[0]) for item in value)
     if hint == Interval and value.isdecimal():
         return int(value)
@@ -419,7 +403,7 @@ def _read_flag(name, value, hint):
 def _check_unknown(words, kind):
     """Raise a ValueError that names all unknown flags, each with the flag that may be meant.
 
-    words: those of the command line that tyro cannot place: unknown flags, and values without one.
+    words: those of the command line that are no flags: unknown ones, and values without a flag.
     """
     flags = [word for word in words if re.match(r"--?[A-Za-z]|\w+=", word)]  # also lr=3, without --
     raise_if_errors([f"{word} ({_suggest_flag(word, kind)})" for word in flags], "unknown flag")
@@ -433,7 +417,7 @@ def _suggest_flag(word, kind):
     known = get_type_hints(kind)
     flag, _, value = word.lstrip("-").partition("=")
     name = flag.replace("-", "_").lower()
-    if name in known:  # with one dash or none, or in capitals
+    if name in known or name.removeprefix("no_") in known:  # with one dash, hyphens, or capitals
         return f"write --{name} {value}".rstrip()
     # Optional: names in other trainers.
     hint = _hint_for_name(name) or _hint_for_name(name.removeprefix("no_"))
@@ -602,7 +586,7 @@ def _default_values(cfg):
     branch, named = {}, {}
     if cfg.config:  # else a config from Python, which has only the defaults
         branch, named = _named_values(cfg)
-    return _merge(vars(type(cfg)()), branch, named)
+    return vars(type(cfg)()) | branch | named
 
 
 def _as_flag(name, value):
@@ -619,16 +603,6 @@ def _as_typed(value):
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return shlex.quote(str(value))
-
-
-def nearest_runs(out_dir):
-    """A clause for an error, which lists the runs beside a missing one, the nearest names first; ""
-    for none.
-    """
-    path = Path(out_dir)
-    names = [log.parent.name for log in path.parent.glob("*/metrics.jsonl")]
-    nearest = difflib.get_close_matches(path.name, {*names} - {path.name}, n=5, cutoff=0.0)
-    return f"; runs in {path.parent}: {'; '.join(nearest)}" if nearest else ""
 
 
 # ---- paths
@@ -1067,11 +1041,8 @@ def _rule_errors(cfg):
     return errors
 
 
-def _unused_errors(cfg, choices):
-    """Errors of fields that are set, by a flag rather than by cfg.config, and have no effect.
-
-    choices: as in validate; the functions of optimizers and schedules show which fields they read.
-    """
+def _unused_errors(cfg):
+    """Errors of fields that are set, by a flag rather than by cfg.config, and have no effect."""
     default = _default_values(cfg)
     errors = []
 
@@ -1100,20 +1071,13 @@ def _unused_errors(cfg, choices):
     unused("rope_factor", cfg.rope_factor == 1, "rope_original_len")
     unused("loss_norm", cfg.loss_norm != "constant", "loss_divisor")
     unused("schedule", cfg.schedule == "constant", "min_lr_frac")
-    # Of these, the function of a schedule or an optimizer uses the fields that it reads. Muon
-    # leaves some parameters to AdamW.
-    chosen = {cfg.optimizer, *(text.rpartition("=")[2] for text in cfg.optimizers)}
-    if "muon" in chosen:
-        chosen.add("adamw")
-    for field, chosen_names, names in (
-            ("schedule", {cfg.schedule}, ("decay_frac", "poly_power")),
-            ("optimizer", chosen, ("b1", "b2", "eps", "moment_dtype"))):
-        functions = [choices.get(field, {}).get(name) for name in chosen_names]
-        if None in functions:  # unknown names are errors of their own
-            continue
-        read = {name for function in functions for name in function.__code__.co_names}
-        for name in names:
-            unused(field, name not in read, name)
+    unused("schedule", cfg.schedule != "wsd", "decay_frac")
+    unused("schedule", cfg.schedule != "polynomial", "poly_power")
+    # Muon leaves some parameters to AdamW, which reads all of these.
+    optimizers = {cfg.optimizer, *(text.rpartition("=")[2] for text in cfg.optimizers)}
+    unused("optimizer", optimizers <= {"adafactor", "rmsprop"}, "b1", "moment_dtype")
+    unused("optimizer", optimizers <= {"adafactor", "sgd"}, "b2")
+    unused("optimizer", optimizers <= {"adafactor", "sgd", "lion"}, "eps")
     return errors
 
 
@@ -1247,7 +1211,7 @@ def check_resumable(old, new, old_mesh=(), mesh=()):
     old: the run's config as a dict; a field that it lacks had its default. new: a config.
     old_mesh, mesh: {axis: size} of the run and of this process.
     """
-    before = _merge(json.loads(to_json(type(new)())), old, dict(mesh), dict(old_mesh))
+    before = json.loads(to_json(type(new)())) | old | dict(mesh) | dict(old_mesh)
     after = json.loads(to_json(new)) | dict(mesh)
     may_change = {*RESUMABLE_FIELDS, *new.allow_change}
     if new.n_experts and new.capacity_factor and "sp" not in new.allow_change:
@@ -1416,12 +1380,9 @@ _QWEN = _LONG_RUN | {
     "head_dim": 128, "rope_theta": 1000000.0,
 }
 PRESETS = {
-    "debug": {
-        "d_model": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 0, "d_ff": 512,
-        "batch_size": 8, "seq_len": 128, "lr": -1.0, "steps": 100,
-    },
+    "debug": {"d_ff": 512, "batch_size": 8, "steps": 100},
     "gpt2-124m": _LONG_RUN | {
-        "d_model": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 0, "d_ff": 2048,
+        "d_model": 768, "n_layers": 12, "n_heads": 12, "d_ff": 2048,
         "vocab_size": 50304, "seq_len": 1024,
         "batch_size": 480, "grad_accum_steps": 8, "lr": 6e-4,
         "remat": "none", "steps": 10000, "warmup_steps": 500.0,
@@ -1441,10 +1402,6 @@ PRESETS = {
     "qwen3-0.6b": _QWEN | {
         "d_model": 1024, "n_layers": 28, "n_heads": 16, "n_kv_heads": 8, "d_ff": 3072,
         "batch_size": 256, "lr": 6e-4,
-    },
-    "qwen3-8b": _QWEN | {
-        "d_model": 4096, "n_layers": 36, "n_heads": 32, "n_kv_heads": 8, "d_ff": 12288,
-        "tie_embeddings": False, "batch_size": 512, "lr": 3e-4,
     },
     "qwen3-30b-a3b": _QWEN | {
         "d_model": 2048, "n_layers": 48, "n_heads": 32, "n_kv_heads": 4, "d_ff": 768,

@@ -144,10 +144,7 @@ def hidden_states(params, batch, cfg, train_keys=None):
     """
     params = _cast_params(params, cfg)
     attn_inputs = _attention_inputs(batch, cfg)
-
-    def attend(q_BNTH, k_BKTH, v_BKTH):
-        # Choose the kernel: _attend_xla below, or a fused one, cuDNN on GPUs and Pallas on TPUs.
-        return _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
+    attend = partial(_attend, attn_inputs=attn_inputs, cfg=cfg)
 
     def layer(x_BTD, w):
         return _block(x_BTD, w, attend, attn_inputs, cfg)
@@ -286,28 +283,32 @@ def _self_attention(x_BTD, w, attend, attn_inputs, cfg):
     return _linear(a_BTNH.reshape(B, T, -1), w, "wo", cfg)
 
 
-def _attend_xla(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
-    """Attention within a sequence, without a fused kernel. Training on a CPU runs this one."""
+def _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
+    """Attention within a sequence: a_BNTH. Training on a CPU runs the last part."""
     B, _, T, _ = q_BNTH.shape
-    # A long sequence: one block of scores at a time.
+    # A fused kernel on GPUs or TPUs; or, for a long sequence, one block of scores at a time.
+    if cfg.attention == "cudnn":
+        return _attend_cudnn(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
+    if cfg.attention == "pallas":
+        return _attend_pallas(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
     if T > DENSE_LEN:
         return _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
 
-    def attend_rows(start, stop):
-        """Attention of the queries from start to stop."""
+    # The queries in two halves: the first skips the later keys, and with them a quarter of all
+    # scores.
+    segments = attn_inputs["segments"]
+    middle = (T + 1) // 2
+    halves = []
+    for start, stop in ((0, middle), (middle, T)):
         n_keys = stop  # no query sees a later key
         query_pos_BT = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
         mask_BTS = _attention_mask(query_pos_BT, n_keys, attn_inputs["window"])
         # Document mask: a query sees keys of its own document only.
-        segments = attn_inputs["segments"]
         if segments is not None:
             mask_BTS &= _same_segment(segments[:, start:stop], segments[:, :n_keys])
-        return _attend_dense(q_BNTH[:, :, start:stop], k_BKTH[:, :, :n_keys],
-                             v_BKTH[:, :, :n_keys], mask_BTS, cfg)
-
-    # In two halves: the first skips the later keys, and with them a quarter of all scores.
-    middle = (T + 1) // 2
-    return jnp.concatenate([attend_rows(0, middle), attend_rows(middle, T)], axis=2)
+        halves.append(_attend_dense(q_BNTH[:, :, start:stop], k_BKTH[:, :, :n_keys],
+                                    v_BKTH[:, :, :n_keys], mask_BTS, cfg))
+    return jnp.concatenate(halves, axis=2)
 
 
 def _attend_dense(q_BNTH, k_BKSH, v_BKSH, mask_BTS, cfg):
@@ -626,33 +627,27 @@ def _to_head_sharding(q_BTNH, k_BTKH, v_BTKH):
     n_parts = _axis_size("tp", "sp")
     # Copy kv heads until each device has its own: K = 2 and tp x sp = 8 make 4 copies of each.
     n_copies = lcm(K, n_parts) // K
-    k = jnp.repeat(k_BTKH, n_copies, axis=2)  # [B, T, K * n_copies, H]
-    v = jnp.repeat(v_BTKH, n_copies, axis=2)
     # Group the heads by device and join q, k and v, so that one all-to-all moves all three.
-    q = q_BTNH.reshape(B, T, n_parts, -1, H)  # [B, T, n_parts, N / n_parts, H]
-    k = k.reshape(B, T, n_parts, -1, H)  # [B, T, n_parts, K * n_copies / n_parts, H]
-    v = v.reshape(B, T, n_parts, -1, H)
-    qkv = jnp.concatenate([q, k, v], axis=3)  # [B, T, n_parts, heads of a part, H]
+    parts = []  # [B, T, n_parts, heads of a part, H]
+    for x, n in ((q_BTNH, 1), (k_BTKH, n_copies), (v_BTKH, n_copies)):
+        parts.append(jnp.repeat(x, n, axis=2).reshape(B, T, n_parts, -1, H))
+    qkv = jnp.concatenate(parts, axis=3)
     # From parts of the sequence to parts of the heads.
     qkv = _shard(qkv, BATCH_AXES, "sp", "tp")  # T over sp, n_parts over tp
     qkv = _shard(qkv, BATCH_AXES, None, ("tp", "sp"))  # n_parts over both
-    end_of_q = q.shape[3]
-    end_of_k = end_of_q + k.shape[3]
-    q, k, v = jnp.split(qkv, [end_of_q, end_of_k], axis=3)
-    # From [B, T, n_parts, heads, H] to [B, all heads, T, H]. K here counts the copies.
-    q_BNTH = q.reshape(B, T, -1, H).swapaxes(1, 2)
-    k_BKTH = k.reshape(B, T, -1, H).swapaxes(1, 2)
-    v_BKTH = v.reshape(B, T, -1, H).swapaxes(1, 2)
-    return q_BNTH, k_BKTH, v_BKTH
+    ends = np.cumsum([x.shape[3] for x in parts])
+    split = jnp.split(qkv, ends[:-1], axis=3)
+    # From [B, T, n_parts, heads, H] to [B, all heads, T, H].
+    return [x.reshape(B, T, -1, H).swapaxes(1, 2) for x in split]
 
 
 def _to_sequence_sharding(a_BNTH):
     """Give each device all heads of a part of the sequence: a_BTNH.
 
-    Over sp this is the second all-to-all of Ulysses.
+    The reverse of _to_head_sharding.
     """
-    a_BNTH = _shard(a_BNTH, BATCH_AXES, ("tp", "sp"))  # heads over both
-    return _shard(a_BNTH.swapaxes(1, 2), BATCH_AXES, "sp", "tp")  # T over sp, heads over tp
+    a_BNTH = _shard(a_BNTH, BATCH_AXES, ("tp", "sp"))
+    return _shard(a_BNTH.swapaxes(1, 2), BATCH_AXES, "sp", "tp")
 
 
 def on_each_device(f, in_specs, out_specs, *more_axes):
@@ -758,15 +753,6 @@ def _matmul_mixed(x, w):
 
 
 # ---- choice of the attention kernel
-
-def _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
-    """Attention within a sequence, a_BNTH, by the kernel that cfg.attention names."""
-    if cfg.attention == "cudnn":
-        return _attend_cudnn(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
-    if cfg.attention == "pallas":
-        return _attend_pallas(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
-    return _attend_xla(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)  # "xla" and "auto"
-
 
 MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
 SPLASH_LEN = 2**15  # longer, JAX's splash kernel takes minutes to lay out its mask on the host
@@ -1747,11 +1733,12 @@ HF_FAMILY_NAMES = {
     },
 }
 
-# Tensors that hold several parameters of a layer, after "model.layers.{}.": those of Phi 3, and
-# those of all experts as transformers 5 may write them.
+# Tensors of other forms, after "model.layers.{}.", and the parameters that they hold one after the
+# other: those of Phi 3, and those of all experts together as transformers 5 may write them.
 HF_FUSED = {
     "self_attn.qkv_proj.weight": ("layers.wq", "layers.wk", "layers.wv"),
     "mlp.gate_up_proj.weight": ("layers.w_gate", "layers.w_up"),
+    "mlp.gate.weight": ("layers.w_router",),
     "mlp.experts.gate_up_proj": ("layers.w_gate", "layers.w_up"),
     "mlp.experts.down_proj": ("layers.w_down",),
 }
@@ -1774,21 +1761,12 @@ HF_FIELDS = {
     "sliding_window": "sliding_window",
 }
 
-# Other and more names in models with experts, by model_type.
-HF_EXPERT_FIELDS = {
-    "mixtral": {
-        "experts_per_token": "num_experts_per_tok",
-        "n_experts": "num_local_experts",
-    },
-    "qwen3_moe": {
-        "experts_per_token": "num_experts_per_tok",
-        "n_experts": "num_experts",
-        "d_ff": "moe_intermediate_size",
-    },
-}
+# More of them in models with experts. Mixtral calls the first num_local_experts.
+HF_EXPERT_FIELDS = {"n_experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 
-# The form of each model_type: what is True. Of several with the same form, an export is of the
+# Which fields of the form each model_type has. Of several with the same form, an export is of the
 # first, or with a sliding window of the last.
+HF_FORM = ("qkv_bias", "qk_norm", "post_norm", "n_experts")
 HF_FAMILIES = {
     "llama": set(),
     "phi3": set(),
@@ -1796,8 +1774,8 @@ HF_FAMILIES = {
     "qwen2": {"qkv_bias"},
     "qwen3": {"qk_norm"},
     "olmo2": {"qk_norm", "post_norm"},
-    "mixtral": {"experts"},
-    "qwen3_moe": {"experts", "qk_norm"},
+    "mixtral": {"n_experts"},
+    "qwen3_moe": {"n_experts", "qk_norm"},
 }
 
 # Values in config.json or its rope_parameters that can be expressed; null always can. Biases and
@@ -1823,7 +1801,9 @@ def hf_fields(hf):
     if family not in HF_FAMILIES:
         raise ValueError(f"config.json: model_type {family!r}: must be {', '.join(HF_FAMILIES)}")
     form = HF_FAMILIES[family]
-    names = HF_FIELDS | HF_EXPERT_FIELDS.get(family, {})
+    names = HF_FIELDS
+    if "n_experts" in form:
+        names = names | HF_EXPERT_FIELDS
     hf = _hf_defaults(hf) | hf
     # rope_scaling (transformers 4) or rope_parameters (5): its entries count as entries of hf.
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
@@ -1841,10 +1821,8 @@ def hf_fields(hf):
     if errors:
         raise ValueError("\n  ".join(["config.json: this model cannot express", *errors]))
 
-    fields = {name: hf[hf_name] for name, hf_name in names.items()}
-    for name in ("qk_norm", "qkv_bias", "post_norm"):
-        fields[name] = name in form
-    fields["rope_factor"] = 1.0
+    fields = {name: name in form for name in HF_FORM} | {"n_experts": 0, "rope_factor": 1.0}
+    fields |= {name: hf[hf_name] for name, hf_name in names.items()}
     fields["sliding_window"] = _hf_window(hf)
     fields["rope_theta"] = float(hf["rope_theta"])
     fields["n_kv_heads"] = fields["n_kv_heads"] or fields["n_heads"]
@@ -1852,10 +1830,9 @@ def hf_fields(hf):
     if hf["rope_type"] == "llama3" and hf["factor"] != 1:
         fields["rope_factor"] = float(hf["factor"])
         fields["rope_original_len"] = hf["original_max_position_embeddings"]
-    if "experts" in form:
+    if "n_experts" in form:
         fields["capacity_factor"] = 0.0
-    else:
-        fields["n_experts"] = 0
+        fields["d_ff"] = hf.get("moe_intermediate_size") or fields["d_ff"]
     return fields
 
 
@@ -1863,8 +1840,9 @@ def _hf_defaults(hf):
     """The values that transformers takes for entries that some files lack."""
     family = hf["model_type"]
     defaults = {"tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None,
-                "norm_topk_prob": family != "qwen3_moe",
-                "num_experts": hf.get("num_local_experts")}  # transformers 5 renamed it
+                "norm_topk_prob": family != "qwen3_moe"}
+    if "num_local_experts" in hf:
+        defaults["num_experts"] = hf["num_local_experts"]
     if family in ("llama", "olmo2"):
         defaults |= {"rope_theta": 1e4, "sliding_window": None}
     return defaults
@@ -1887,9 +1865,7 @@ def _hf_window(hf):
 
 def _hf_family(cfg):
     """The model_type whose forward pass is that of cfg."""
-    form = {name for name in ("qk_norm", "qkv_bias", "post_norm") if getattr(cfg, name)}
-    if cfg.n_experts:
-        form.add("experts")
+    form = {name for name in HF_FORM if getattr(cfg, name)}
     families = [name for name in HF_FAMILIES if HF_FAMILIES[name] == form]
     if not families:
         raise ValueError(f"no model of Hugging Face has {' with '.join(sorted(form))}: change one "
@@ -1908,9 +1884,11 @@ def hf_config(cfg):
     Raises ValueError when no model of Hugging Face has this combination of fields.
     """
     family = _hf_family(cfg)
-    names = HF_FIELDS | HF_EXPERT_FIELDS.get(family, {})
     window = cfg.sliding_window or None
-    hf = {hf_name: getattr(cfg, name) for name, hf_name in names.items()}
+    hf = {hf_name: getattr(cfg, name) for name, hf_name in HF_FIELDS.items()}
+    if cfg.n_experts:
+        hf |= {hf_name: getattr(cfg, name) for name, hf_name in HF_EXPERT_FIELDS.items()}
+        hf |= {"num_local_experts": cfg.n_experts, "moe_intermediate_size": cfg.d_ff}
     hf |= {
         "architectures": [f"{family.title().replace('_', '')}ForCausalLM"],
         "model_type": family,
@@ -1947,8 +1925,6 @@ def hf_pieces(cfg):
     for name, row in param_table(cfg).items():
         if ".lora_" in name:
             continue
-        if name not in hf_names:
-            raise ValueError(f"{name}: Hugging Face's format has no place for this parameter")
         hf_name = hf_names[name]
         n_stacked = hf_name.count("{}")
         tensors = {}
@@ -1960,28 +1936,24 @@ def hf_pieces(cfg):
 
 
 def split_fused(tensors, cfg):
-    """The tensors of a file, with one for each parameter of a layer where it has one for several.
-
-    tensors: {name: array}.
+    """The tensors of a file, {name: array}, with those of HF_FUSED split into one for each
+    parameter of a layer and expert.
     """
-    names = HF_NAMES | HF_FAMILY_NAMES.get(_hf_family(cfg), {})
+    hf_names = HF_NAMES | HF_FAMILY_NAMES.get(_hf_family(cfg), {})
     table = param_table(cfg)
-    found = dict(tensors)
-    for layer in range(cfg.n_layers):
-        prefix = f"model.layers.{layer}."
-        if cfg.n_experts and f"{prefix}mlp.gate.weight" in found:
-            router = found.pop(f"{prefix}mlp.gate.weight")
-            found[names["layers.w_router"].format(layer)] = router
-        for kind, parts in HF_FUSED.items():
-            if prefix + kind not in found:
+    found = {}
+    for tensor, x in tensors.items():
+        layer, _, kind = tensor.removeprefix("model.layers.").partition(".")
+        if kind not in HF_FUSED:
+            found[tensor] = x
+            continue
+        end = 0
+        for name in HF_FUSED[kind]:
+            start = end
+            end += table[name]["shape"][-1]
+            if "experts" not in kind:
+                found[hf_names[name].format(layer)] = x[start:end]
                 continue
-            fused = found.pop(prefix + kind)
-            end = 0
-            for part in parts:
-                start = end
-                end += table[part]["shape"][-1]
-                for expert in range(cfg.n_experts):
-                    found[names[part].format(layer, expert)] = fused[expert, start:end]
-                if not cfg.n_experts:
-                    found[names[part].format(layer)] = fused[start:end]
+            for expert in range(cfg.n_experts):
+                found[hf_names[name].format(layer, expert)] = x[expert, start:end]
     return found

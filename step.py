@@ -330,9 +330,7 @@ def init_state(key, cfg, init_fn, optimizer, table, params=None):
 
     Only trained parameters have moments. params: values that replace those of init_fn.
     """
-    values = init_fn(key, cfg)
-    if params is not None:
-        values = values | params
+    values = init_fn(key, cfg) | (params or {})
     zero = jnp.zeros((), jnp.int32)
     opt = optimizer.init(_f32(_trained(values, table)))
     state = {"step": zero, "params": values, "opt": opt, "skipped": zero}
@@ -395,8 +393,7 @@ def replicate(x, mesh):
 
 def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value,
                 evaluation=None):
-    """Prepare everything that runs on the mesh, without allocating an array. Nothing is lowered
-    until a function of the result is called; only the shapes of the state are traced here.
+    """Prepare the programs of a run without allocating an array: only the state is traced here.
 
     batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is called with the
     "loss_fn", the "optimizer" (optax) and the "train_step", a function (state, batch, lr) ->
@@ -405,13 +402,13 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 
     Returns a dict:
     "state": the state as shapes with shardings;
-    "train_step", "eval_step", "init", "digest": functions that lower that program when called (the
-    digest is a checksum of the state, logged to compare runs; a restore does not check it);
-    "from_params": a jitted function (key, params=) -> state, which donates params. Which ones are
-    given is known only at its call;
+    "train_step", "eval_step": functions without arguments that trace and lower that program.
+    `compile_steps`, under supporting, calls and compiles them; the loop calls its result;
+    "init", "digest": jitted functions, which JAX compiles when they are called: (key, params=) ->
+    state, which donates params, and (state) -> the result of digest_sums, a checksum of the state
+    that is logged to compare runs;
     "eval_batch": the batch of eval_step, as shapes with shardings;
     "mesh".
-    `compile_steps`, under supporting, compiles them; the loop calls its result.
     """
     evaluation = evaluation or {"cfg": cfg, "batch": batch}
 
@@ -422,14 +419,11 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     step_fn = override("train_step", partial(
         step_fn, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer, table=table))
     eval_fn = partial(eval_step, cfg=evaluation["cfg"], loss_fn=loss_fn)
-    state_fn = partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer, table=table)
+    init = partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer, table=table)
     digest_fn = digest_sums
 
     # The state as shapes with shardings.
-    replicated = NamedSharding(mesh, P())
-    with jax.set_mesh(mesh):
-        key = jax.eval_shape(jax.random.key, 0)
-        shapes = jax.eval_shape(state_fn, key)
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
     for name, x in shapes["params"].items():
         assert x.shape == (*table[name]["shape"],), f"init: {name} is {x.shape}, unlike its row"
     shardings = state_shardings(shapes, table, mesh)
@@ -440,25 +434,27 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
         digest_fn = opt_from_host(digest_fn, shardings["opt"])
         shardings = state_shardings(shapes, table, mesh, "pinned_host")
     state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
+    replicated = NamedSharding(mesh, P())
     lr = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
 
-    # Jit and lower one of these functions.
-    options = compiler_options(cfg, mesh.devices.flat[0])
-    jit = partial(jax.jit, compiler_options=options)
+    jit = partial(jax.jit, compiler_options=compiler_options(cfg, mesh.devices.flat[0]))
 
-    def lower(f, args, out_shardings, donate=()):
+    def lower_train_step():
+        jitted = jit(step_fn, donate_argnums=0, out_shardings=(shardings, replicated))
         with jax.set_mesh(mesh):
-            return jit(f, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
+            return jitted.lower(state, batch, lr)
+
+    def lower_eval_step():
+        with jax.set_mesh(mesh):
+            return jit(eval_fn, out_shardings=replicated).lower(
+                state["params"], evaluation["batch"])
 
     return {
         "state": state,
-        "train_step": partial(
-            lower, step_fn, (state, batch, lr), (shardings, replicated), donate=0),
-        "eval_step": partial(
-            lower, eval_fn, (state["params"], evaluation["batch"]), replicated),
-        "init": partial(lower, state_fn, (key,), shardings),
-        "digest": partial(lower, digest_fn, (state,), replicated),
-        "from_params": jit(state_fn, donate_argnames="params", out_shardings=shardings),
+        "train_step": lower_train_step,
+        "eval_step": lower_eval_step,
+        "init": jit(init, donate_argnames="params", out_shardings=shardings),
+        "digest": jit(digest_fn, out_shardings=replicated),
         "eval_batch": evaluation["batch"],
         "mesh": mesh,
     }
@@ -467,48 +463,28 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 # ---- supporting
 #
 # Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
-# parts of the state, shapes and slices, compilation, devices, memory, digest of the state,
+# parts of the state, slices, compilation, devices, memory, digest of the state,
 # peak figures of devices, description of the machine.
 
 
 # ---- schedules
 
 # Each schedule returns a number from 1 to 0, which lr_at maps to peak ... min_lr_frac x peak.
-# progress goes from 0 at the end of warm-up to 1 at the last step, n_after_warmup counts the steps
-# since the end of warm-up.
+# progress goes from 0 at the end of warm-up to 1 at the last step, n counts the steps since the end
+# of warm-up.
 
-def _constant(cfg, progress, n_after_warmup):
-    return 1.0
-
-
-def _linear(cfg, progress, n_after_warmup):
-    return 1 - progress
-
-
-def _cosine(cfg, progress, n_after_warmup):
-    return 0.5 * (1 + cos(pi * progress))
-
-
-def _polynomial(cfg, progress, n_after_warmup):
-    return (1 - progress) ** cfg.poly_power
-
-
-def _inverse_sqrt(cfg, progress, n_after_warmup):
-    return (1 + n_after_warmup / max(warmup_steps(cfg), 1)) ** -0.5
-
-
-def _warmup_stable_decay(cfg, progress, n_after_warmup):
+def _warmup_stable_decay(cfg, progress, n):
     n_rest = max(cfg.steps - warmup_steps(cfg), 1)
     n_decay = min(cfg.decay_frac * cfg.steps, n_rest)
     return min((1 - progress) * n_rest / n_decay, 1)
 
 
 SCHEDULES = {
-    "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
-    "polynomial": _polynomial,
-    "inverse_sqrt": _inverse_sqrt,
+    "constant": lambda cfg, progress, n: 1.0,
+    "linear": lambda cfg, progress, n: 1 - progress,
+    "cosine": lambda cfg, progress, n: 0.5 * (1 + cos(pi * progress)),
+    "polynomial": lambda cfg, progress, n: (1 - progress) ** cfg.poly_power,
+    "inverse_sqrt": lambda cfg, progress, n: (1 + n / max(warmup_steps(cfg), 1)) ** -0.5,
     "wsd": _warmup_stable_decay,
 }
 
@@ -517,15 +493,6 @@ SCHEDULES = {
 
 # Each optimizer turns a gradient into a direction; train_step subtracts lr times it. Weight decay
 # is applied to all of them alike, by make_optimizer.
-
-def _adamw(cfg):
-    return optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype)
-
-
-def _adafactor(cfg):
-    """Adafactor without a first moment."""
-    return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
-
 
 def _unstacked(optimizer, table):
     """An optax optimizer that treats each matrix (init "normal") or vector of a stack as a separate
@@ -553,10 +520,6 @@ def _unstacked(optimizer, table):
         return directions, new_state
 
     return optax.GradientTransformation(init, update)
-
-
-def _lion(cfg):
-    return optax.scale_by_lion(cfg.b1, cfg.b2, mu_dtype=cfg.moment_dtype)
 
 
 def _muon(cfg):
@@ -601,21 +564,16 @@ def _balance_rows_and_columns(u, _):
     return size * rows / rms(rows, -2)
 
 
-def _rmsprop(cfg):
-    return optax.scale_by_rms(cfg.b2, cfg.eps, eps_in_sqrt=False)
-
-
-def _sgd(cfg):
-    return optax.trace(cfg.b1, accumulator_dtype=cfg.moment_dtype)
-
-
 OPTIMIZERS = {
-    "adamw": _adamw,
-    "adafactor": _adafactor,
-    "lion": _lion,
+    "adamw": lambda cfg: optax.scale_by_adam(
+        cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype),
+    # Without a first moment.
+    "adafactor": lambda cfg: optax.chain(
+        optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+    "lion": lambda cfg: optax.scale_by_lion(cfg.b1, cfg.b2, mu_dtype=cfg.moment_dtype),
     "muon": _muon,
-    "rmsprop": _rmsprop,
-    "sgd": _sgd,
+    "rmsprop": lambda cfg: optax.scale_by_rms(cfg.b2, cfg.eps, eps_in_sqrt=False),
+    "sgd": lambda cfg: optax.trace(cfg.b1, accumulator_dtype=cfg.moment_dtype),
 }
 
 # The peak learning rate of each optimizer where cfg.lr is -1. Muon's rate also applies to the AdamW
@@ -645,20 +603,7 @@ def _f32(tree):
     return optax.tree.cast(tree, jnp.float32)
 
 
-# ---- shapes and slices
-
-def check_shapes(table, mesh):
-    """Errors, as texts, for parameters with a dim that the mesh cannot split evenly."""
-    errors = []
-    for name, row in table.items():
-        # A spec may be shorter than a shape: the other dims are not split.
-        for n, axes in zip(row["shape"], row["spec"], strict=False):
-            n_parts = prod(mesh.shape[axis] for axis in jax.tree.leaves(axes))
-            if n % n_parts:
-                errors.append(f"{name} {row['shape']}: dim {n} must be a multiple of the size of "
-                              f"{axes} = {n_parts}")
-    return errors
-
+# ---- slices
 
 def _device_grid(devices, sizes, cfg):
     """Arrange devices, from cfg.slices slices, into an array of these sizes of the mesh axes."""
@@ -684,51 +629,35 @@ def _device_grid(devices, sizes, cfg):
 def compile_steps(steps):
     """Compile the programs of lower_steps, its result, before any array is allocated.
 
-    Returns a dict:
-    "state": the state as shapes with shardings;
-    "init": (key) -> state; "from_params": (key, params=) -> state;
+    Returns a dict: "state", "init" and "digest" of lower_steps;
     "train_step": (state, batch, lr) -> (state, metrics), which donates its state;
     "eval_step": (params, batch) -> {name: (sum, count)};
-    "digest": (state) -> the result of digest_sums;
-    "compile_eval", "compile_digest": functions that compile that program if necessary, and wait for
-    it; compile_eval raises MemoryError when it does not fit beside the state;
+    "compile_eval": compiles eval_step if necessary, and waits for it; raises MemoryError when it
+    does not fit beside the state;
     "memory": memory_by_kind of train_step, by which a run that cannot fit ends before it starts.
     """
-    mesh, state = steps["mesh"], steps["state"]
-
-    # Compile init while Python traces train_step, then train_step while Python traces eval_step.
-    pool = ThreadPoolExecutor()  # XLA releases the GIL while it compiles
-    lowered_init = steps["init"]()
-    init_future = pool.submit(lowered_init.compile)
+    # Compile train_step while Python traces eval_step: XLA releases the GIL.
     lowered_step = steps["train_step"]()
-    step_future = pool.submit(lowered_step.compile)
+    future = ThreadPoolExecutor().submit(lowered_step.compile)
     lowered_eval = steps["eval_step"]()
-    compiled_step = step_future.result()
-    compiled_init = init_future.result()
-    memory = memory_by_kind(state, compiled_step)
+    compiled_step = future.result()
+    memory = memory_by_kind(steps["state"], compiled_step)
 
-    # Compile the others when they are first needed: in the background they would halve the speed of
-    # the first steps on a CPU.
+    # In the background, eval_step would halve the speed of the first steps on a CPU.
     @cache
     def compile_eval():
         compiled = lowered_eval.compile()
-        total = array_bytes((state, steps["eval_batch"])) + added_bytes(compiled)
-        check_fits(memory | {"total": total}, mesh, "evaluation")
+        total = array_bytes((steps["state"], steps["eval_batch"])) + added_bytes(compiled)
+        check_fits(memory | {"total": total}, steps["mesh"], "evaluation")
         return compiled
 
-    @cache
-    def compile_digest():
-        return steps["digest"]().compile()
-
     return {
-        "state": state,
-        "init": compiled_init,
-        "from_params": steps["from_params"],
+        "state": steps["state"],
+        "init": steps["init"],
+        "digest": steps["digest"],
         "train_step": compiled_step,
         "eval_step": lambda params, batch: compile_eval()(params, batch),
-        "digest": lambda state: compile_digest()(state),
         "compile_eval": compile_eval,
-        "compile_digest": compile_digest,
         "memory": memory,
     }
 

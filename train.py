@@ -252,7 +252,6 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     mesh = steplib.make_mesh(cfg, devices)
     table = model.apply_param_groups(task["table"](cfg), cfg, config.parse_number)
     check_table(table)
-    config.raise_if_errors(steplib.check_shapes(table, mesh), "mesh and model do not fit")
     watched = model.matching("watch", cfg.watch, table)
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(watched)))
     if cfg.export:
@@ -312,9 +311,9 @@ def start_run(setup, progress, observers, check_lock, state, params):
     # Compile before any array is allocated.
     print0(f"compiling the training step, for {cfg.steps} steps ...")
     with timed(timers, "compile"):
-        # Compiled: "train_step", "eval_step", "init", "from_params", "digest". Also "state"
-        # (shapes), "memory" (bytes by kind), and "compile_eval" and "compile_digest", which compile
-        # these two now, so that the time is charged to the compilation.
+        # "train_step" is compiled now, "init", "digest" and "eval_step" when they are called. Also
+        # "state" (shapes), "memory" (bytes by kind), and "compile_eval", which compiles eval_step,
+        # so that the time is charged to the compilation.
         programs = steplib.compile_steps(steplib.lower_steps(*step_args(setup)))
         steplib.check_fits(programs["memory"], setup["mesh"])
     compile_s = timers["seconds"]["compile"]
@@ -653,8 +652,6 @@ def save_state(run, state, step, progress, why, kind="save"):
         waited_s = time.perf_counter() - wait_began
 
         # Compute a digest of the state, so that two runs can be compared by a line of text.
-        with timed(timers, "compile"):
-            run["programs"]["compile_digest"]()
         save_began = time.perf_counter()
         digest = steplib.digest(run["programs"]["digest"](state))
         if kind != "save":  # the parameters alone
@@ -961,8 +958,7 @@ def choose_start(setup, train_data, state, params):
     """
     cfg, root = setup["cfg"], setup["root"]
     is_given = state is not None or params is not None
-    others = config.nearest_runs(cfg.out_dir)
-    _, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given, others)
+    _, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given)
     start = {"origin": "a fresh initialization", "sources": [], "missing": set(), "load_from": [],
              "meta": meta, "root": root, "step": None, "is_branch": False}
     if state is not None:
@@ -1009,16 +1005,13 @@ def load_start(setup, start, programs, state, params):
         return int(state["step"]), placed
     if params is not None:
         params = place_params(params, like["params"])
-        return 0, programs["from_params"](key, params=params)
+        return 0, programs["init"](key, params=params)
 
     # The parameters that no checkpoint of this run has.
     initial = {}
     if start["missing"]:
         loaded = ckpt.load_parameters(start["load_from"], like["params"])
-        if loaded:
-            initial = programs["from_params"](key, params=loaded)
-        else:
-            initial = programs["init"](key)
+        initial = programs["init"](key, params=loaded)
     if not start["meta"]:
         return 0, initial
     # The checkpoint, with the arrays that it lacks: parameters, and the scale of a new float16.
@@ -2604,7 +2597,7 @@ def find_saved(cfg, task, hooks, is_given=False):
         return setup, start
     if cfg.checkpoint == "latest":
         needed_for = "" if cfg.init_from else f"mode {cfg.mode}"
-        _, meta = ckpt.newest_run_meta(root, needed_for, config.nearest_runs(cfg.out_dir))
+        _, meta = ckpt.newest_run_meta(root, needed_for)
     else:
         start["root"], start["step"], meta = ckpt.find_checkpoint(root, cfg.checkpoint)
     if meta:
@@ -2623,7 +2616,7 @@ def find_saved(cfg, task, hooks, is_given=False):
 def load_saved(setup, start, state=None, params=None):
     """(step, parameters) that find_saved has found."""
     like = {"params": steplib.lower_steps(*step_args(setup))["state"]["params"]}
-    programs = {"state": like, "from_params": lambda key, params: {"params": params}}
+    programs = {"state": like, "init": lambda key, params: {"params": params}}
     step, loaded = load_start(setup, start, programs, state, params)
     return step, loaded["params"]
 

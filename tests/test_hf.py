@@ -175,7 +175,7 @@ def test_fused_experts_are_read(name, tmp_path):
     """A file of transformers 5 with one tensor for all experts of a layer gives the parameters of
     one that has a tensor for each expert.
 
-    Break: model.py: = fused[expert, start:end] => = fused[0, start:end]
+    Break: model.py: = x[expert, start:end] => = x[0, start:end]
     """
     make_hf_model(name, tmp_path / "plain")
     make_hf_model(name, tmp_path / "fused", save_original_format=False)
@@ -191,8 +191,8 @@ def test_phi_3_is_read_and_exported_as_mistral(tmp_path):
     """Its files have one tensor for the three projections of attention, and one for two of the MLP.
     The logits are those of transformers, also of the export.
 
-    Break: model.py: found[names[part].format(layer)] = fused[start:end] =>
-    found[names[part].format(layer)] = fused[:end - start]
+    Break: model.py: found[hf_names[name].format(layer)] = x[start:end] =>
+    found[hf_names[name].format(layer)] = x[:end - start]
     """
     _, transformers = torch_and_transformers()
     hf_model = make_hf_model("phi3", tmp_path / "hf")
@@ -278,7 +278,7 @@ REFUSED = {
     "experts": (dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8),
                 ["norm_topk_prob False"]),
     "missing": (dict(model_type="mixtral"),
-                ["num_local_experts: is missing", "sliding_window: is missing"]),
+                ["num_experts: is missing", "sliding_window: is missing"]),
 }
 
 
@@ -726,7 +726,7 @@ def test_fields_that_contradict_the_hugging_face_config_are_refused(tiny, tmp_pa
         train.main(cfg)
     # A flag counts where it has the default of Config, too.
     cfg = config.parse(["--init_from", source, "--d_model", "128", "--qk_norm"])
-    with pytest.raises(ValueError, match=r"d_model 128: is \d+ in(.|\n)*qk_norm True: is False in"):
+    with pytest.raises(ValueError, match=r"qk_norm True: is False in(.|\n)*d_model 128: is \d+ in"):
         train.config_from_hf(cfg)
     (llama_folder / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match="model_type .gpt2.: must be llama"):

@@ -326,7 +326,7 @@ def test_fused_attention_equals_the_default(T, packed, window):
     attn_inputs = {"segments": segments_BT, "window": window}
     default, fused = (
         jax.jit(partial(attend, attn_inputs=attn_inputs, cfg=cfg))(q_BNTH, k_BKTH, v_BKTH)
-        for attend in (model._attend_xla, partial(model._attend_cudnn, implementation="xla")))
+        for attend in (model._attend, partial(model._attend_cudnn, implementation="xla")))
     np.testing.assert_allclose(fused, default, rtol=0, atol=1e-5)
 
 
@@ -340,7 +340,7 @@ def test_half_of_the_queries_skip_half_of_the_keys():
     def flops(attend):
         return jax.jit(lambda q: attend(q, q, q, attn_inputs, BASE)).lower(
             q_BNTH).compile().cost_analysis()["flops"]
-    assert flops(model._attend_xla) < 0.8 * flops(dense_attention)
+    assert flops(model._attend) < 0.8 * flops(dense_attention)
 
 
 def np_attention(q, k, v, segments, window):
@@ -399,7 +399,7 @@ def test_blocks_equal_the_dense_form_and_numpy(T, window, packed, dtype, monkeyp
         return a_BNTH, *back(da_BNTH)
 
     got, want = ([np.asarray(x, np.float64) for x in run(attend, *inputs)]
-                 for attend in (model._attend_xla, dense_attention))
+                 for attend in (model._attend, dense_attention))
     eps = 1e-5 if dtype == "float32" else float(jnp.finfo(dtype).eps)
     inputs, da = [np.asarray(x, np.float64) for x in inputs], np.asarray(da_BNTH, np.float64)
     rows = segments_BT if segments_BT is None else np.asarray(segments_BT)
@@ -435,7 +435,7 @@ def test_blocks_that_cannot_meet_are_not_touched(window, packed, poisoned, clean
     attn_inputs = {"segments": segments_BT, "window": window}
 
     def result(q_BNTH):
-        a_BNTH = model._attend_xla(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
+        a_BNTH = model._attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
         return (a_BNTH[:, :, clean] ** 2).sum(), a_BNTH
 
     dq_BNTH, a_BNTH = jax.jit(jax.grad(result, has_aux=True))(q_BNTH)
@@ -451,7 +451,7 @@ def test_blocks_need_memory_linear_in_length():
     """
     def total(q, k, v, segments_BT):
         attn_inputs = {"segments": segments_BT, "window": 0}
-        return model._attend_xla(q, k, v, attn_inputs, BASE).sum()
+        return model._attend(q, k, v, attn_inputs, BASE).sum()
 
     def per_token(T):
         shapes = [jax.ShapeDtypeStruct((1, heads, T, 64), jnp.float32) for heads in (2, 1, 1)]
@@ -501,7 +501,7 @@ def test_pallas_attention_equals_the_default(window, packed):
         attn_inputs = {"segments": segments_BT, "window": window}
         return (attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg) ** 2).sum()
 
-    default = jax.grad(sums, (1, 2, 3))(model._attend_xla, q_BNTH, k_BKTH, v_BKTH)
+    default = jax.grad(sums, (1, 2, 3))(model._attend, q_BNTH, k_BKTH, v_BKTH)
     with mesh_of(2, 1, 1, 2, 1), pltpu.force_tpu_interpret_mode():
         fused = jax.jit(jax.grad(partial(sums, model._attend_pallas), (0, 1, 2)))(
             q_BNTH, k_BKTH, v_BKTH)

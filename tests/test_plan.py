@@ -557,7 +557,8 @@ def test_gpus_add_in_a_fixed_order_if_asked(tiny):
     indices are sorted and each occurs once. With jax 0.12 such a plan is refused: XLA's choice of
     kernels then needs a GPU.
 
-    Break: step.py: jit = partial(jax.jit, compiler_options=options) => jit = jax.jit
+    Break: step.py: partial(jax.jit, compiler_options=compiler_options( =>
+    partial(lambda f, compiler_options, **x: jax.jit(f, **x), compiler_options=compiler_options(
     """
     for exact in (False, True):
         if exact and jax.__version_info__ >= (0, 12):

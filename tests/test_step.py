@@ -330,7 +330,7 @@ def test_schedules_equal_optax():
     """After warm-up, constant, linear, cosine and polynomial equal optax's schedules, also after
     the end, to 1e-6 of the peak.
 
-    Break: step.py: return 0.5 * (1 + cos(pi * progress)) => return 0.5 * (1 + cos(progress))
+    Break: step.py: n: 0.5 * (1 + cos(pi * progress)) => n: 0.5 * (1 + cos(progress))
     """
     theirs = {
         "constant": optax.constant_schedule(0.3),
@@ -516,8 +516,8 @@ def test_every_mesh_gives_the_same_gradients(sizes):
     relative, and each gradient to 1e-5 of its largest entry (order of float32 sums). Where ep is
     not 1 the model has experts.
 
-    Break: model.py: q = q_BTNH.reshape(B, T, n_parts, -1, H) =>
-    q = q_BTNH.reshape(B, T, -1, n_parts, H).swapaxes(2, 3)
+    Break: model.py: .reshape(B, T, n_parts, -1, H)) =>
+    .reshape(B, T, -1, n_parts, H).swapaxes(2, 3))
     """
     cfg = SPARSE if sizes[2] > 1 else SMALL
     check_gradients(dataclasses.replace(cfg, **dict(zip(step.AXES, sizes))), cfg)
@@ -552,8 +552,8 @@ def test_a_state_is_born_sharded_and_stays_so(two_by_two):
     """Before and after a step every array has the sharding that compile_steps announced; fsdp=2 and
     tp=2 leave a quarter of each matrix on a device. The step deletes the old state.
 
-    Break: step.py: partial(lower, state_fn, (key,), shardings) =>
-    partial(lower, state_fn, (key,), replicated)
+    Break: step.py: jit(init, donate_argnames="params", out_shardings=shardings) =>
+    jit(init, donate_argnames="params", out_shardings=replicated)
     """
     before, after = two_by_two["placed"], two_by_two["after"]
     said = jax.tree.map(lambda x: x.sharding, two_by_two["steps"]["state"])
@@ -939,20 +939,6 @@ def test_make_mesh_infers_one_size():
             step.make_mesh(dataclasses.replace(BASE, **sizes))
 
 
-def test_check_shapes_names_the_parameter():
-    """A dim that the mesh cannot split is reported with name, size and parts; others are not.
-
-    Break: step.py: if n % n_parts: => if n % n_parts and n > n_parts:
-    """
-    mesh = step.make_mesh(dataclasses.replace(BASE, dp=1, fsdp=2, tp=4))
-    table = {"good": dict(shape=(4, 8), spec=P("fsdp", "tp")),
-             "odd": dict(shape=(4, 6), spec=P("fsdp", "tp")), "low": dict(shape=(3,), spec=P("tp")),
-             "whole": dict(shape=(5, 7), spec=P())}
-    assert step.check_shapes(table, mesh) == [
-        "odd (4, 6): dim 6 must be a multiple of the size of tp = 4",
-        "low (3,): dim 3 must be a multiple of the size of tp = 4"]
-
-
 def test_the_parts_of_a_step_are_named_in_a_profile():
     """Operations of the compiled step carry the named scopes of the step and of the model, whose
     scopes are forward and backward.
@@ -1113,7 +1099,7 @@ def test_loss_optimizer_and_step_can_be_replaced():
     batch = linear_batch()
     steps = lowered(cfg, batch, override=override)
     assert given == ["loss_fn", "optimizer", "train_step"]
-    old = steps["init"]().compile()(jax.random.key(0))
+    old = steps["init"](jax.random.key(0))
     params = host(old["params"])
     new, metrics = steps["train_step"]().compile()(
         old, place(batch, step.make_mesh(cfg)), np.float32(0.1))
@@ -1125,24 +1111,24 @@ def test_loss_optimizer_and_step_can_be_replaced():
     np.testing.assert_allclose(new["params"]["b"], params["b"] - 0.1 * clip * grad, atol=1e-5)
 
 
-def test_from_params_starts_a_fresh_state():
-    """from_params gives step 0, the given parameters bit for bit, sharded and in the same memory,
-    and moments of 0.
+def test_init_takes_given_parameters():
+    """init with parameters gives step 0, the given parameters bit for bit, sharded and in the same
+    memory, and moments of 0.
 
-    Break: step.py: values = values | params => pass
+    Break: step.py: init_fn(key, cfg) | (params or {}) => init_fn(key, cfg)
     """
     cfg = dataclasses.replace(BASE, dp=2, fsdp=2, tp=2)
     steps, *_ = compiled(cfg, linear_batch())
     given = {"w": np.arange(32, dtype=np.float32).reshape(8, 4),
              "b": np.arange(4, dtype=np.float32)}
-    state = steps["from_params"](jax.random.key(0), params={
+    state = steps["init"](jax.random.key(0), params={
         name: jax.device_put(x, steps["state"]["params"][name].sharding)
         for name, x in given.items()})
     for name in given:
         np.testing.assert_array_equal(state["params"][name], given[name])
         assert state["params"][name].sharding == steps["state"]["params"][name].sharding
     assert int(state["step"]) == 0 and not any(np.any(x) for x in jax.tree.leaves(state["opt"]))
-    program = steps["from_params"].lower(jax.random.key(0), params=state["params"]).compile()
+    program = steps["init"].lower(jax.random.key(0), params=state["params"]).compile()
     assert program.memory_analysis().alias_size_in_bytes == 4 * (8 // 2 * 4 // 2 + 4)
 
 

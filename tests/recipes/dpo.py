@@ -241,7 +241,7 @@ def score(cfg, pairs, saved_sources):
         raise ValueError(f"config: init_from was {saved_sources}, is {texts}: restore it")
     steps = steplib.lower_steps(*train.step_args(run))
     params = ckpt.load_parameters(sources, steps["state"]["params"])
-    params = steps["from_params"](jax.random.key(cfg.seed), params=params)["params"]
+    params = steps["init"](jax.random.key(cfg.seed), params=params)["params"]
     program = steps["eval_step"]().compile()
 
     n = len(pairs)
