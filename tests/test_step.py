@@ -527,8 +527,7 @@ def test_every_mesh_gives_the_same_gradients(sizes):
 def test_fewer_kv_heads_than_sp_give_the_same_gradients():
     """2 kv heads for 8 query heads, spread over tp 2 x sp 4.
 
-    Break: model.py: k = jnp.repeat(k_BTKH, n_copies, axis=2) =>
-    k = jnp.tile(k_BTKH, (1, 1, n_copies, 1))
+    Break: model.py: jnp.repeat(x, n, axis=2) => jnp.tile(x, (1, 1, n, 1))
     """
     cfg = dataclasses.replace(SMALL, n_kv_heads=2)
     check_gradients(dataclasses.replace(cfg, fsdp=1, tp=2, sp=4), cfg)
@@ -1022,7 +1021,7 @@ def test_sums_may_be_vectors():
     accumulated step, 0 where the count is 0, and sums and counts in an evaluation, to 1e-6. All are
     replicated, though the loss leaves one split over the mesh.
 
-    Break: step.py: evaluation["batch"]), replicated) => evaluation["batch"]), None)
+    Break: step.py: jit(eval_fn, out_shardings=replicated) => jit(eval_fn)
     """
     cfg = dataclasses.replace(BASE, grad_accum_steps=4, fsdp=4)
     batches = [linear_batch(seed) for seed in range(3)]
