@@ -3,6 +3,7 @@
 or a power loss at any moment an intact checkpoint remains. Real processes, signals, disks and
 servers.
 """
+import gc
 import json
 import logging
 import os
@@ -10,11 +11,11 @@ import re
 import resource
 import runpy
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 import urllib.request
 import zlib
@@ -83,8 +84,7 @@ def names_in(root):
 
 @pytest.mark.parametrize("shape, n", [((4, 2), 8), ((2, 2), 4), ((1, 1), 1)])
 def test_a_tree_comes_back_bit_exact_on_any_mesh(tmp_path, shape, n):
-    """A tree saved from 8 devices is restored onto 8, 4 and 1, without a sharding as NumPy arrays,
-    and in another dtype.
+    """From 8 devices onto 8, 4 and 1, as NumPy arrays, and in another dtype.
 
     Break: ckpt.py: .write(data[part], can_ => .write(0 * data[part], can_
     """
@@ -101,65 +101,50 @@ def test_a_tree_comes_back_bit_exact_on_any_mesh(tmp_path, shape, n):
     assert narrow.dtype == jnp.bfloat16 and narrow.tolist() == [0, 1, 2, 3]
 
 
-def test_restore_without_like(tmp_path):
-    """The tree comes back as it was saved, as NumPy arrays in nested dicts: small and large arrays,
-    sharded ones, 64 bits, bfloat16, lists by position, and a tree that is one array.
+def test_odd_trees_come_back(tmp_path):
+    """With its own structure, or without one as NumPy arrays in nested dicts: small, large, sharded
+    and empty arrays, 64 bits, bfloat16, lists by position, Python's numbers, a tree of one array.
 
     Break: ckpt.py: np.dtype(layout["dtype"])) => np.float32)
     """
-    tree = tree_on((4, 2)) | {"list": [np.arange(3), np.ones(2**15)], "seed": np.int64(2**40)}
-    save(tmp_path, 1, tree=tree)
-    back = ckpt.restore(tmp_path, 1)
-    assert back.keys() == {*tree} and back["list"].keys() == {"0", "1"}
-    back["list"] = [back["list"]["0"], back["list"]["1"]]
-    assert equal(back, tree) and jax.tree.structure(back) == jax.tree.structure(tree)
-    assert {type(x) for x in jax.tree.leaves(back)} == {np.ndarray}
-    ckpt.wait(ckpt.save(tmp_path, 2, np.arange(3)))
-    assert equal(ckpt.restore(tmp_path, 2), np.arange(3))
-
-
-def test_odd_trees_come_back(tmp_path):
-    """A tree may be an array or empty, its arrays may be empty, and it may have Python's numbers.
-
-    Break: ckpt.py: if not hasattr(x, "dtype"): => if False:
-    """
-    trees = [np.arange(3), np.arange(2.0**15), np.float32(2), {}, {"none": np.zeros((0, 3))},
+    trees = [tree_on((4, 2)) | {"list": [np.arange(3), np.ones(2**15)], "seed": np.int64(2**40)},
+             np.arange(3), np.arange(2.0**15), np.float32(2), {}, {"none": np.zeros((0, 3))},
              {"none": np.zeros((0, 3)), "a": jnp.zeros((2, 0)), "b": [np.int8(3), (np.ones(2),)]}]
     for step, tree in enumerate(trees):
         ckpt.wait(ckpt.save(tmp_path, step, tree))
         back = ckpt.restore(tmp_path, step, tree)
         assert equal(back, tree) and jax.tree.structure(back) == jax.tree.structure(tree)
     assert ckpt.verify(tmp_path) == []
+    back = ckpt.restore(tmp_path, 0)
+    assert back.keys() == {*trees[0]} and back["list"].keys() == {"0", "1"}
+    back["list"] = [back["list"]["0"], back["list"]["1"]]
+    assert equal(back, trees[0]) and jax.tree.structure(back) == jax.tree.structure(trees[0])
+    assert {type(x) for x in jax.tree.leaves(back)} == {np.ndarray}
+    assert equal(ckpt.restore(tmp_path, 1), trees[1])
     save(tmp_path, 9, tree={"a": 1.5, "b": 7})
     assert ckpt.restore(tmp_path, 9, {"a": 0.0, "b": 0}) == {"a": 1.5, "b": 7}
 
 
-def test_small_arrays_are_in_meta_json(tmp_path):
-    """10,000 small arrays come back from one file.
+def test_small_arrays_are_in_meta_json_and_large_ones_in_files_of_chunks(tmp_path, monkeypatch):
+    """Files have at most FILE_BYTES, chunks with a checksum CHUNK_BYTES, and cuts are even.
 
-    Break: ckpt.py: if x.nbytes <= SMALL_BYTES and => if x.nbytes <= 7 and
+    Break: ckpt.py: part[longest] //= 2 => break
     """
     tree = {f"layer_{i}": np.full(i % 7 + 1, i) for i in range(10000)}
     save(tmp_path, 1, tree=tree)
     assert equal(ckpt.restore(tmp_path, 1, tree), tree)
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["meta.json"]
 
-
-def test_large_arrays_are_cut_into_files_of_chunks(tmp_path, monkeypatch):
-    """A file has at most FILE_BYTES, a chunk with a checksum CHUNK_BYTES, and the cuts are even.
-
-    Break: ckpt.py: part[longest] //= 2 => break
-    """
     assert ckpt._chunk_shape((4096, 8192), 2**22) == [2048, 2048]
     assert ckpt._chunk_shape((), 1) == [] and ckpt._chunk_shape((0, 3), 1) == [1, 3]
     monkeypatch.setattr(ckpt, "FILE_BYTES", 2**17)
     monkeypatch.setattr(ckpt, "CHUNK_BYTES", 2**16)
     x = np.arange(2**16, dtype=np.float32).reshape(2**6, -1)
-    save(tmp_path, 1, tree={"x": x})
-    assert ckpt.read_meta(tmp_path, 1)["arrays"]["x"] == {
+    save(tmp_path, 2, tree={"x": x})
+    assert ckpt.read_meta(tmp_path, 2)["arrays"]["x"] == {
         "shape": [64, 1024], "dtype": "float32", "file": [64, 512], "chunk": [64, 256]}
-    assert names_in(data_of(tmp_path, 1) / "x/c/0") == ["0", "1"]
-    assert equal(ckpt.restore(tmp_path, 1, {"x": x}), {"x": x})
+    assert names_in(data_of(tmp_path, 2) / "x/c/0") == ["0", "1"]
+    assert equal(ckpt.restore(tmp_path, 2, {"x": x}), {"x": x})
 
 
 def test_a_root_may_be_a_relative_path(tmp_path, monkeypatch):
@@ -177,8 +162,7 @@ def test_a_root_may_be_a_relative_path(tmp_path, monkeypatch):
 
 
 def test_paths_of_parameters_are_theirs_and_their_moments():
-    """Parameters and their moments have paths below params and opt. Another leaf of a state with
-    the name of a parameter is not one.
+    """Another leaf of a state with the name of a parameter is not one.
 
     Break: ckpt.py: if kind in ("params", "opt") and keys[-1] in names: => if keys[-1] in names:
     """
@@ -209,8 +193,7 @@ def test_missing_arrays_and_other_shapes_are_listed(tmp_path):
     ({"a": jax.random.key(0)}, "'a': arrays of key<fry> .* save jax.random.key_data"),
     ({"a": np.array([None])}, "'a': arrays of object"), ({"a": "hi"}, "'a': arrays of <U2")])
 def test_names_and_arrays_that_cannot_be_saved_are_refused(tmp_path, tree, words):
-    """A key whose slash makes it another array's name, a key that leads elsewhere, Python's
-    objects.
+    """A name twice, a key that leads elsewhere, Python's objects.
 
     Break: ckpt.py: if name in arrays or {".", ".."} & {*name.split("/")}: => if False:
     """
@@ -220,8 +203,7 @@ def test_names_and_arrays_that_cannot_be_saved_are_refused(tmp_path, tree, words
 
 
 def test_meta_is_read_as_it_was_written(tmp_path):
-    """Whole numbers as keys become texts, as in JSON; numbers of NumPy and JAX become Python's. A
-    reserved key, and a step that is not a count, are errors before anything is written.
+    """As JSON has it. Reserved keys and illegal steps are errors before anything is written.
 
     Break: ckpt.py: arrays=layouts, **(meta or {})) => arrays=layouts) | meta
     """
@@ -277,52 +259,52 @@ def test_a_device_array_may_be_donated_once_save_returned(tmp_path, monkeypatch,
     assert back.min() == back.max() == 1
 
 
+def test_no_copy_stays_in_memory(tmp_path):
+    """After three saves, the live arrays are those before.
+
+    Break: ckpt.py: data = _snapshot(shard.data) => data = _snapshot(shard.data);
+    _snapshot.kept = [*getattr(_snapshot, "kept", []), data]
+    """
+    tree = {"x": jnp.ones(2**20)}
+    gc.collect()
+    before = len(jax.live_arrays())
+    save(tmp_path, 1, 2, 3, tree=tree)
+    time.sleep(0.5)  # for the thread of the last save to free its copy
+    gc.collect()
+    assert len(jax.live_arrays()) == before
+
+
 # ---- writes that fail
 
-def test_a_failed_write_is_raised_by_wait_and_leaves_no_checkpoint(tmp_path):
-    """A file has the name of the step's folder.
+def test_a_failed_write_is_raised_by_wait_and_leaves_no_checkpoint(tmp_path, monkeypatch):
+    """A file in the way, too little space, a limit of files; the next save succeeds.
 
-    Break: ckpt.py: return future and future.result() => return None
+    Break: ckpt.py: f"{step_name}/{save_id}", f"{step_name}/{save_id}.0") => )
     """
     (tmp_path / "000000004").write_text("in the way")
     future = ckpt.save(tmp_path, 4, {"a": np.ones(3)})
     with pytest.raises(ValueError, match="000000004 could not be written, older checkpoints are"):
         ckpt.wait(future)
-    assert ckpt.steps(tmp_path) == []
-
-
-def test_free_space_is_checked_first(tmp_path, monkeypatch):
-    """The error has the needed and the free space, and nothing has been written.
-
-    Break: ckpt.py: if free < n_bytes: => if free < 0:
-    """
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=2**20))
-    with pytest.raises(ValueError, match=r"older .*0.00839 GB are needed, 0.00105 GB are free: d"):
-        save(tmp_path, 1, tree={"x": np.ones(2**20)})
-    assert names_in(tmp_path) == []
-
-
-def test_a_file_that_may_not_grow_is_a_failed_save(tmp_path):
-    """RLIMIT_FSIZE: an error, nothing remains, and the next save succeeds.
-
-    Break: ckpt.py: f"{step_name}/{save_id}", f"{step_name}/{save_id}.0") => )
-    """
-    tree = {"x": np.ones(2**18)}
+    tree, root = {"x": np.ones(2**20)}, tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(
+            ValueError, match=r"older .*0.00839 GB are needed, 0.00105 GB are free: d"):
+        patch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=2**20))
+        save(root, 1, tree=tree)
+    assert names_in(root) == []
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
     try:
         with pytest.raises(ValueError, match="older checkpoints are intact: .*File too large"):
-            save(tmp_path, 2, tree=tree)
+            save(root, 2, tree=tree)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert names_in(tmp_path / "000000002") == []
-    save(tmp_path, 2, tree=tree)
-    assert ckpt.steps(tmp_path) == [2] and not ckpt.verify(tmp_path)
+    assert names_in(root / "000000002") == []
+    save(root, 2, tree=tree)
+    assert ckpt.steps(root) == [2] and not ckpt.verify(root) and ckpt.steps(tmp_path) == []
 
 
 def test_what_cannot_be_deleted_is_logged_and_stays_intact(tmp_path, monkeypatch):
-    """As in folders of another user, where meta.json may not be deleted: nothing else of the
-    checkpoint is.
+    """Where meta.json may not be deleted, nothing else is.
 
     Break: ckpt.py: for name in sorted(names) if => for name in sorted(names, reverse=True) if
     """
@@ -341,8 +323,7 @@ def test_what_cannot_be_deleted_is_logged_and_stays_intact(tmp_path, monkeypatch
 # ---- which checkpoints exist, and for how long
 
 def test_a_checkpoint_exists_only_with_its_meta_json(tmp_path):
-    """A folder without meta.json is no checkpoint; clean removes it, and whatever no meta.json
-    names. A root that is a file is an error.
+    """A cleanup removes what no meta.json names. A root that is a file is an error.
 
     Break: ckpt.py: if "meta.json" in names) => )
     """
@@ -363,8 +344,7 @@ def test_a_checkpoint_exists_only_with_its_meta_json(tmp_path):
 
 
 def test_the_newest_are_kept_and_some_are_permanent(tmp_path):
-    """max_to_keep=2 of 5, by number; max_to_keep=0 keeps all; similar names are not touched. Steps
-    that keep_period divides stay.
+    """Of steps by number; similar names are not touched, keep_period stays.
 
     Break: ckpt.py: if not keep_period or step % keep_period: => if True:
     """
@@ -392,8 +372,7 @@ def harm(root, step, name="a"):
 
 
 def test_no_corruption_gives_a_wrong_number(tmp_path, monkeypatch):
-    """Each of 50 flipped bits, cuts and deletions, over all files, gives an error or is harmless;
-    verify agrees, and the newest intact checkpoint comes back.
+    """Each of 50 gives an error or is harmless; verify agrees; the newest intact one is found.
 
     Break: ckpt.py: {"name": "crc32c"}] => *()]
     """
@@ -436,8 +415,7 @@ def test_verify_names_an_error_of_each_checkpoint(tmp_path, monkeypatch, capsys)
 
 
 def test_corrupted_checkpoints_are_skipped_replaced_and_pruned(tmp_path):
-    """Corrupted checkpoints stay until their step or a later one is saved; a newer corrupted one
-    does not count for max_to_keep.
+    """They stay until their step or a later one is saved, and do not count as kept.
 
     Break: ckpt.py: if "meta.json" in folders[step] and step <= up_to] =>
     if "meta.json" in folders[step]]
@@ -463,68 +441,41 @@ def test_corrupted_checkpoints_are_skipped_replaced_and_pruned(tmp_path):
     assert ckpt.steps(tmp_path) == [7, 8]
 
 
-def rewrite(root, folder, with_checksum):
-    """Change the folder in the meta.json of step 1."""
-    path = Path(root) / "000000001/meta.json"
-    content = json.loads(path.read_text())
-    content["body"]["folder"] = folder
-    if with_checksum:
-        text = json.dumps(content["body"], sort_keys=True)
-        content["crc32"] = zlib.crc32(text.encode())
-    path.write_text(json.dumps(content))
-
-
-def test_a_corrupted_meta_json_does_not_cost_its_arrays(tmp_path):
-    """With another name of the arrays' folder, and the old checksum, clean leaves the arrays.
-
-    Break: ckpt.py: raise ValueError("its checksum does not match") => pass
-    """
-    save(tmp_path, 1)
-    meta = tmp_path / "000000001/meta.json"
-    whole = meta.read_text()
-    rewrite(tmp_path, "save-00000000", with_checksum=False)
-    ckpt.delete_leftovers(tmp_path)
-    meta.write_text(whole)
-    assert ckpt.verify(tmp_path) == []
-
-
-def test_a_meta_json_that_leads_elsewhere_is_refused(tmp_path):
-    """Also with a right checksum: restore and verify refuse it; clean deletes nothing outside.
+def test_a_meta_json_that_names_other_arrays_deletes_nothing(tmp_path):
+    """A wrong checksum, a folder outside, no format: refused, and a cleanup deletes nothing.
 
     Break: ckpt.py: or not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]): => or False:
     """
-    tree = {"a": np.ones(3), "big": np.ones(2**15)}
-    root = tmp_path / "run"
-    save(root, 1, tree=tree)
-    outside = tmp_path / "outside"
+    root, outside = tmp_path / "run", tmp_path / "outside"
+    save(root, 1)
     shutil.copytree(data_of(root, 1), outside)
-    rewrite(root, "../../outside", with_checksum=True)
-    before = sorted(outside.rglob("*"))
-    with pytest.raises(ValueError, match="000000001"):
-        ckpt.restore(root, 1, tree)
-    assert len(ckpt.verify(root)) == 1
-    ckpt.delete_leftovers(root)
-    ckpt.delete_old(root, 1)
-    assert sorted(outside.rglob("*")) == before
+    before = sorted(tmp_path.rglob("*"))
+    path = root / "000000001/meta.json"
+    whole = path.read_text()
 
+    def rewrite(**changes):
+        content = json.loads(whole)
+        body = content["body"] | changes
+        content["crc32"] = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+        return content | {"body": body}
 
-def test_a_checkpoint_of_an_earlier_form_is_refused_in_one_sentence(tmp_path):
-    """Its meta.json has no "format".
-
-    Break: ckpt.py: if content.get("format") != FORMAT or => if
-    """
-    save(tmp_path, 1)
-    path = tmp_path / "000000001/meta.json"
-    content = json.loads(path.read_text())
-    del content["format"]
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="another version of Sixfile wrote it"):
-        ckpt.read_meta(tmp_path, 1)
+    without_checksum = rewrite(folder="save-00000000") | {"crc32": json.loads(whole)["crc32"]}
+    without_format = {key: value for key, value in rewrite().items() if key != "format"}
+    for content, words in ((without_checksum, "checksum does not match"),
+                           (rewrite(folder="../../outside"), "000000001"),
+                           (without_format, "another version of Sixfile wrote it")):
+        path.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=words):
+            ckpt.restore(root, 1)
+        assert len(ckpt.verify(root)) == 1
+        ckpt.delete_leftovers(root)
+        assert sorted(tmp_path.rglob("*")) == before
+    path.write_text(whole)
+    assert ckpt.verify(root) == []
 
 
 def test_a_step_may_be_a_link(tmp_path):
-    """A checkpoint that was moved and linked is read; to delete it deletes the link. A link to a
-    checkpoint that is gone is an error.
+    """To delete it deletes the link. A link to a checkpoint that is gone is an error.
 
     Break: ckpt.py: if entry.is_symlink() and entry.name.isdecimal(): => if False:
     """
@@ -545,8 +496,7 @@ def test_a_step_may_be_a_link(tmp_path):
 
 
 def test_files_that_no_save_wrote_are_never_deleted(tmp_path):
-    """Files of a user in a checkpoint's folder stay, also when the checkpoint is deleted or
-    replaced; the rest of it is gone.
+    """Files of a user stay when their checkpoint is deleted or replaced.
 
     Break: ckpt.py: sorted(names) if KNOWN_NAMES.fullmatch(name)] => sorted(names)]
     """
@@ -576,9 +526,7 @@ def test_files_that_no_save_wrote_are_never_deleted(tmp_path):
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    """Return (folder before, folder after, system calls in between) of a save of step 2 that
-    replaces one of that step, and deletes step 1.
-    """
+    """Return (before, after, system calls) of a save that replaces step 2 and deletes step 1."""
     if not shutil.which("strace"):
         pytest.skip("strace is not installed")
     base = tmp_path_factory.mktemp("trace")
@@ -663,8 +611,7 @@ def states(before, calls):
 
 
 def test_a_stop_at_any_moment_leaves_the_old_or_the_new(trace, tmp_path):
-    """A kill or a power loss after each system call of a save that replaces and prunes: the newest
-    checkpoint is the old one of that step or the new one, and clean leaves only what it names.
+    """A kill or a power loss after each system call of a save that replaces and prunes.
 
     Break: ckpt.py: "file_io_sync": True => "file_io_sync": False
     """
@@ -694,8 +641,7 @@ def test_a_stop_at_any_moment_leaves_the_old_or_the_new(trace, tmp_path):
 
 @pytest.mark.slow
 def test_killed_processes_leave_the_last_or_the_next(tmp_path):
-    """SIGKILL at 25 random moments of saving, replacing, pruning and restoring, and to one of four
-    processes, by tests/stress.py in a separate process.
+    """tests/stress.py kills at 25 random moments, and one of four processes.
 
     Break: ckpt.py: if only not in (None, step): => if True:
     """
@@ -708,7 +654,7 @@ def test_killed_processes_leave_the_last_or_the_next(tmp_path):
 # ---- several processes
 
 BEGIN = """
-import os, signal, sys, time, traceback
+import os, sys, time, traceback
 import ckpt, jax, numpy as np, tensorstore
 port, root, n, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 sys.excepthook = lambda *e: (traceback.print_exception(*e), os._exit(1))  # waits for no process
@@ -735,18 +681,15 @@ def right(tree, whole):
 """
 
 
-def run_processes(n, code, root, dead=()):
-    """Run code in n processes of JAX, of which those in `dead` kill themselves; return what each
-    prints.
-    """
+def run_processes(n, code, root):
+    """Run code in n processes of JAX; return what each prints."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     command = [sys.executable, "-c", BEGIN + code, str(port), str(root), str(n)]
     with ThreadPoolExecutor(n) as pool:
         ends = [*pool.map(lambda rank: run([*command, str(rank)]), range(n))]
-    wanted = [-signal.SIGKILL if rank in dead else 0 for rank in range(n)]
-    assert [end.returncode for end in ends] == wanted, "\n".join(end.stderr for end in ends)
+    assert not any(end.returncode for end in ends), "\n".join(end.stderr for end in ends)
     return [end.stdout.splitlines()[-1:] for end in ends]
 
 
@@ -818,8 +761,7 @@ assert len(logged) == 1 and ("another process" in logged[0]) == (rank == 0), log
 
 @pytest.mark.slow
 def test_with_two_processes_a_save_ends_when_process_0_has_committed(tmp_path):
-    """Process 0 late; process 0 failing; process 1 failing; either not saving at all; process 1
-    with an old listing; process 1 alone unable to read.
+    """Either process is late, fails, does not save, lists old names, or cannot read.
 
     Break: ckpt.py: elif _is_committed(store, save_id): => else:
     """
@@ -830,54 +772,31 @@ def test_with_two_processes_a_save_ends_when_process_0_has_committed(tmp_path):
 
 WHOLE = "np.arange(2**22, dtype=np.float32).reshape(2048, 2048)"
 FOUR = f"""
-import fcntl
-lock = open(root + f"-{{rank}}", "w")  # the system unlocks it when this process has ended
-fcntl.flock(lock, fcntl.LOCK_EX)
 whole = {WHOLE}
 tree = {{"x": split(whole, "x"), "copy": split(whole), "n": np.int32(3)}}
-def n_written():
-    found = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_w")
-    return sum(x["value"] for metric in found for x in metric["values"])
 save(1)
-print(n_written(), flush=True)
-if rank == 3:  # in the middle of its write
-    ckpt._zarr_spec = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-ckpt.PEER_TIMEOUT_S = 2
-said = error(save, 2)
-assert ("processes [3] are not done" if rank == 0 else "process 0: processes [3]") in said, said
-if rank == 0:  # the coordinator ends last: without it JAX ends the others with SIGABRT
-    for other in (1, 2):
-        fcntl.flock(open(root + f"-{{other}}"), fcntl.LOCK_EX)
-os._exit(0)
+found = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_w")
+print(sum(x["value"] for metric in found for x in metric["values"]), flush=True)
+ckpt.broadcast_from_main(lambda: None)
 """
 TWO = f"""
 whole = {WHOLE}
-if rank == 0:
-    ckpt.delete_leftovers(root)
-    assert os.listdir(root) == ["000000001"]
-ckpt.broadcast_from_main(lambda: None)
 step, tree = ckpt.restore_newest(root, {{"x": split(0 * whole, None, "x")}})
 assert step == 1 and right(tree, whole)
 found = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
 print(sum(x["value"] for metric in found for x in metric["values"]))
-save(2)
-assert ckpt.broadcast_from_main(lambda: ckpt.steps(root)) == [1, 2]
 """
 
 
 @pytest.mark.slow
-def test_four_processes_write_once_and_survive_a_kill(tmp_path, capsys):
-    """The four write the state once. When one is killed during a save the others get an error, and
-    two processes resume from the older checkpoint, on another mesh, reading only what they need.
+def test_four_processes_write_once_and_two_read_what_they_need(tmp_path):
+    """Each byte is written once; two read only their parts, on another mesh.
 
     Break: ckpt.py: if shard.replica_id == 0: => if True:
     """
     size = 2**24  # of x, and of "copy", which is whole on every process
-    written = [int(*out) for out in run_processes(4, FOUR, tmp_path, dead=(3,))]
+    written = [int(*out) for out in run_processes(4, FOUR, tmp_path)]
     read = [int(*out) for out in run_processes(2, TWO, tmp_path)]
-    with capsys.disabled():
-        print(f"\nwritten by four: {sum(written) / size / 2:.4f} of the state; "
-              f"read by two: {sum(read) / size:.4f} of what they need")
     assert 1 < sum(written) / size / 2 < 1.01 and 1 < sum(read) / size < 1.01
 
 
@@ -885,9 +804,7 @@ def test_four_processes_write_once_and_survive_a_kill(tmp_path, capsys):
 
 @contextmanager
 def s3_server(port=0):
-    """Run a server of Amazon's protocol, by moto; yield the root of a bucket. Its content lasts as
-    long as the process.
-    """
+    """Run a server of Amazon's protocol, by moto; yield the root of a bucket."""
     server = pytest.importorskip("moto.server", reason="moto[s3] and flask are not installed")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = server.ThreadedMotoServer("127.0.0.1", port, verbose=False)
@@ -941,8 +858,7 @@ def store(request):
 
 
 def test_an_object_store_holds_checkpoints(store):
-    """They are saved, replaced, pruned, kept permanently and verified; verify finds a missing
-    array, also of parameters saved alone; the remains of a save are deleted.
+    """They are saved, replaced, pruned, verified and cleaned; a missing bucket is an error.
 
     Break: ckpt.py: store.delete_range(keys_below).result() => pass
     """
@@ -971,18 +887,9 @@ def test_an_object_store_holds_checkpoints(store):
     ckpt.delete_leftovers(root, logged.append)
     names = {key.decode().split("/")[0] for key in ckpt._open(root).list().result()}
     assert names == {"000000003", "000000005", "000000006"} and len(logged) == 1
-
-
-def test_a_missing_bucket_is_an_error(store):
-    """A save and a listing raise a clear error.
-
-    Break: ckpt.py: store.write(f"{save_id}.{rank}", b"begun").result() => pass
-    """
     root = store.format("nobucket")
-    future = ckpt.save(root, 1, {"a": np.ones(2**15)}, log=str)
-    with pytest.raises(ValueError, match=(
-            r"nobucket/some/run/000000001.* could not be written.*NOT_FOUND")):
-        future.result(30)
+    with pytest.raises(ValueError, match="nobucket/some/run.* could not be written.*NOT_FOUND"):
+        ckpt.save(root, 1, tree, log=str).result(30)
     with pytest.raises(ValueError, match="nobucket/some/run.* cannot be listed: "):
         ckpt.steps(root)
 
@@ -994,9 +901,7 @@ def lock_in(root):
 
 
 def test_a_bucket_has_one_run_and_its_newest_process(store):
-    """While one out_dir has the bucket another is refused, also when the path ends in a slash. A
-    newer process of the same run takes it, and check() ends the older one. Checkpoints are written,
-    listed, cleaned and verified beside the lock, which is deleted at the end.
+    """Another out_dir is refused; a newer process of the run takes the bucket over.
 
     Break: ckpt.py: {path} names another => {path} is another
     """
@@ -1032,8 +937,7 @@ def test_a_bucket_has_one_run_and_its_newest_process(store):
     *[(text, None) for text in ("", "out lod=embed", "out strict=maybe", "out rename=old",
                                 "out load=")]])
 def test_a_source_is_a_path_and_options(text, source):
-    """Everything is loaded, strictly and once, unless options say otherwise. The error for a
-    malformed text shows the syntax.
+    """Everything is loaded, strictly and once, unless options say otherwise.
 
     Break: ckpt.py: is_known = values.keys() == SOURCE_OPTIONS.keys() => is_known = True
     """

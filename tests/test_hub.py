@@ -47,13 +47,9 @@ def put(cache, kind, repo, commit, files, branch="main"):
     """Write {path: content} into a cache as the library does; the branch points at the commit."""
     folder = cache / f"{kind}s--{repo.replace('/', '--')}"
     for path, content in files.items():
-        content = content if isinstance(content, bytes) else content.encode()
-        blob = folder / "blobs" / hashlib.sha1(content).hexdigest()
-        blob.parent.mkdir(parents=True, exist_ok=True)
-        blob.write_bytes(content)
-        link = folder / "snapshots" / commit / path
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(os.path.relpath(blob, link.parent))
+        file = folder / "snapshots" / commit / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
     ref = folder / "refs" / branch
     ref.parent.mkdir(parents=True, exist_ok=True)
     ref.write_text(commit)
@@ -93,8 +89,7 @@ NAMES = {
 
 
 def test_the_parts_of_a_name(tiny):
-    """A name has a kind, a repository, a revision, a commit and a path or options; each field
-    refuses another text with the forms that names have.
+    """Kind, repository, revision, commit, and a path or options; other texts are refused.
 
     Break: data.py: "revision": commit or unquote(revision) or None => "revision": revision or None
     """
@@ -132,9 +127,8 @@ def test_a_name_gets_the_commit_of_its_revision(cache):
     assert list(resolved.values()) == [COMMIT_1, COMMIT_2, COMMIT_2, COMMIT_2, COMMIT_1]
 
 
-def test_local_paths_of_names(cache):
-    """A model is the folder of its snapshot, a pattern that of its files. A pattern that matches no
-    file, a data set without a pattern and a repository that is not in the cache are errors.
+def test_local_paths_of_names(cache, monkeypatch):
+    """A snapshot or a pattern of its files; what is missing or incomplete is an error.
 
     Break: data.py: if not glob.glob(local_path, recursive=True): => if False:
     """
@@ -153,13 +147,6 @@ def test_local_paths_of_names(cache):
                         ("hf://o/x@v2", "^hf://o/x@v2: .*cache")):
         with pytest.raises(ValueError, match=words):
             data.expand([name])
-
-
-def test_a_missing_package_is_an_error(monkeypatch):
-    """The error has the command that installs huggingface_hub.
-
-    Break: data.py: raise ValueError(f"{user}: needs => raise KeyError(f"{user}: needs
-    """
     for module in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match="^hf://o/n: needs `pip install huggingface_hub`$"):
@@ -169,9 +156,8 @@ def test_a_missing_package_is_an_error(monkeypatch):
 # ---- runs
 
 def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys):
-    """A run records the commits of its model and data. After the branches have moved, it resumes
-    with the same files, also without config.json; a new run takes the newer ones, and exports their
-    tokenizer and the entries of their config.json.
+    """A resume has the commits of its run, though the branches have moved; a new run has the newer
+    ones, and exports their tokenizer and config.
 
     Break: train.py: saved = meta.get("config") => saved = {}
     """
@@ -224,8 +210,7 @@ def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys
 
 
 def test_a_run_that_was_killed_before_its_first_save_takes_the_same_files(cache, tiny):
-    """The commits come from config.json as long as the run has no checkpoint, but not for
-    --resume overwrite.
+    """The commits come from config.json, but not for --resume overwrite.
 
     Break: train.py: or ckpt.read_json(Path(cfg.out_dir, "config.json")) => or {}
     """
@@ -243,16 +228,8 @@ def test_a_run_that_was_killed_before_its_first_save_takes_the_same_files(cache,
     resolved = train.resolve_hub_names(dataclasses.replace(cfg, resume="overwrite"))
     assert resolved.data == (f"hf://datasets/o/d@{COMMIT_2}/*.txt=0.5", "README.md=0.5")
     assert resolved.tokenizer == f"hf://o/n@{COMMIT_2}"
-
-
-def test_a_repository_that_is_no_model_is_refused(cache, tiny):
-    """--init_from with a repository whose config.json is missing raises ValueError.
-
-    Break: train.py: if not hf and path.startswith("hf://"): => if False:
-    """
-    put(cache, "model", "o/n", COMMIT_1, {"README.md": "no model"})
-    with pytest.raises(ValueError, match=f"^init_from hf://o/n@{COMMIT_1}: has no config.json "):
-        train.main(tiny(init_from=("hf://o/n",)))
+    with pytest.raises(ValueError, match=f"^init_from hf://o/n@{COMMIT_2}: has no config.json "):
+        train.main(tiny(init_from=("hf://o/n",), out_dir=cfg.out_dir + "2"))
 
 
 # ---- a server
@@ -319,8 +296,8 @@ def hub_server():
 
 @pytest.fixture
 def launch(tmp_path):
-    """launch(code, endpoint, ...) runs Python with the library pointed at a server, or without
-    network if endpoint is ""; what it printed.
+    """launch(code, endpoint, ...): what Python prints with the library at a server, or offline for
+    "".
     """
     def run(code, endpoint, *args):
         env = os.environ | {
@@ -358,8 +335,7 @@ for name in sys.argv[1:]:
 
 
 def test_only_the_needed_files_are_fetched(launch, hub_server):
-    """Of a model, the settings and the tokenizer are fetched, and on request its weights; of a data
-    set, the files that the pattern matches. Nothing is fetched twice, or needs the network again.
+    """Settings, tokenizer, and on request weights; matched files. Nothing is fetched twice.
 
     Break: data.py: patterns = (path.replace("**/", "*"), => patterns = ("*",
     """

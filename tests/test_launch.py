@@ -53,8 +53,7 @@ def logged(cfg, n_starts=1):
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is not installed: Open MPI has it")
 def test_mpirun_starts_a_run(tiny):
-    """Two processes that find each other by Open MPI's variables train as one process with two
-    devices, to float32 rounding; a long run to which mpirun passes on SIGTERM ends saved.
+    """Two processes train as one with two devices, to float32 rounding; SIGTERM ends them saved.
 
     Break: train.py: if not cfg.coordinator: => if cfg.n_processes == 1:
     """
@@ -157,8 +156,7 @@ def submit_until_saved(cfg, n_starts):
 @pytest.mark.skipif(not shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin"),
                     reason="slurmctld is not installed")
 def test_slurm_starts_a_run_and_ends_it_saved(tiny, slurm):
-    """A script with srun, submitted twice: two processes that find each other; each time the
-    signal that ends a job in good time saves the run, and the second resumes from it.
+    """A job of two processes, submitted twice: the signal before its end saves, the second resumes.
 
     Break: train.py: if not cfg.coordinator: => if cfg.n_processes == 1:
     """
@@ -195,8 +193,7 @@ TINY_RUN = ["--steps", "1", "--d_model", "32", "--n_layers", "1", "--n_heads", "
 
 
 def test_a_locale_without_utf_8(tmp_path, cache_dir):
-    """In the locale C, a run with a data file, a text, a prompt and a hook that are not ASCII
-    trains and prints escapes.
+    """In the locale C, files, a prompt and a hook that are not ASCII work and print escapes.
 
     Break: train.py: stream.reconfigure(errors="backslashreplace") => pass
     """

@@ -17,7 +17,8 @@ import model
 import step as steplib
 import train
 from conftest import ROOT
-from test_recipes import assert_same_arrays, kill_at, killed_and_resumed, saved_arrays
+from test_recipes import assert_same_arrays, kill_at, killed_and_resumed
+from test_train import arrays as saved_arrays
 
 sys.path.insert(0, str(ROOT / "tests/recipes"))
 import distill

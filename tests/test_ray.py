@@ -18,7 +18,8 @@ import ckpt
 import config
 import train
 from conftest import ROOT
-from test_recipes import NO_DATA, RESUMED, saved_arrays
+from test_recipes import NO_DATA, RESUMED
+from test_train import arrays, same
 
 if not importlib.util.find_spec("ray"):
     pytest.skip("ray is not installed: pip install 'ray[tune]'", allow_module_level=True)
@@ -79,9 +80,8 @@ def always(event, value):
 
 def test_two_workers_train_as_one_process_and_a_killed_one_changes_no_bit(
         folder, address, cache_dir, capfd):
-    """Losses equal those of one process up to float32 rounding, and the caller gets the same rows.
-    With resume never, one of two workers is killed between two saves. The job restarts from the
-    save, prints one line, and is bit-identical at the end.
+    """Losses equal those of one process; after a kill the job restarts from the save and is bit-
+    identical.
 
     Break: tests/recipes/on_ray.py: if "start" in received: => if False:
     """
@@ -110,9 +110,7 @@ def test_two_workers_train_as_one_process_and_a_killed_one_changes_no_bit(
     assert RESUMED in out
     assert "raylet" not in out + err and "Traceback" not in out + err
     assert losses("killed_run") == losses("two") and again["val_loss"] == summary["val_loss"]
-    straight, resumed = saved_arrays("two"), saved_arrays("killed_run")
-    assert straight.keys() == resumed.keys()
-    assert all(np.array_equal(straight[name], resumed[name]) for name in straight)
+    assert same(arrays("two"), arrays("killed_run"))
 
 
 def test_deaths_beyond_max_restarts_and_user_errors_are_printed_in_one_sentence(
@@ -159,9 +157,7 @@ def test_a_signal_to_the_caller_stops_the_workers_saved(folder, address, cache_d
 
 
 def test_a_sweep_stops_bad_trials_and_prints_the_best(folder, address, cache_dir, capfd):
-    """Four trials run, two at a time. The first two reach the end. The third, which cannot learn,
-    and the fourth, which learns slowly, stop after grace_steps. The table has all of them, the best
-    first. The command in the last line repeats the best.
+    """The two worst of four stop after grace_steps; the last line repeats the best.
 
     Break: tests/recipes/tune.py: grace_period=cfg.grace_steps => grace_period=cfg.steps
     """
@@ -190,8 +186,7 @@ def test_a_sweep_stops_bad_trials_and_prints_the_best(folder, address, cache_dir
 
 def test_a_run_goes_on_with_fewer_workers_when_a_host_is_lost(
         folder, cache_dir, capfd, monkeypatch):
-    """On a cluster of two hosts with room for one worker each, 1:2 workers become one when a host
-    is lost after a save. The losses are those of one process, up to float32 rounding.
+    """With 1:2 workers, and the losses of one process.
 
     Break: tests/recipes/on_ray.py: if n != counts[-1]: => if False:
     """

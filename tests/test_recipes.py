@@ -2,7 +2,6 @@
 """Each recipe runs as users run it, without edits of the six files."""
 import dataclasses
 import itertools
-import multiprocessing
 import os
 import queue
 import signal
@@ -18,6 +17,7 @@ import pytest
 import ckpt
 import train
 from conftest import ROOT
+from test_train import FORKS, arrays, same
 
 sys.path.insert(0, str(ROOT / "tests/recipes"))
 import audit
@@ -31,13 +31,6 @@ RESUMED = "from its own checkpoint, at step 4\n"
 NO_DATA = "data 'missing.txt': no such file"
 
 
-def saved_arrays(out):
-    root = Path(out) / "ckpt"
-    like = {name: np.zeros(d["shape"], d["dtype"])
-            for name, d in ckpt.read_meta(root, ckpt.latest(root))["arrays"].items()}
-    return ckpt.restore(root, ckpt.latest(root), like)
-
-
 def kill_at(step):
     """Return a hook that kills the process with SIGKILL at the metrics of `step`."""
     def hook(event, value):
@@ -48,8 +41,7 @@ def kill_at(step):
 
 def killed_and_resumed(cfg, kill_step, run):
     """Launch run(cfg, kill_step), which dies by SIGKILL; the summary of a second launch."""
-    forks = multiprocessing.get_context("forkserver")
-    first = forks.Process(target=run, args=(cfg, kill_step), daemon=True)
+    first = FORKS.Process(target=run, args=(cfg, kill_step), daemon=True)
     first.start()
     first.join(120)
     assert first.exitcode == -signal.SIGKILL
@@ -58,15 +50,12 @@ def killed_and_resumed(cfg, kill_step, run):
 
 
 def assert_same_arrays(cfg, other):
-    one, two = saved_arrays(cfg.out_dir), saved_arrays(other.out_dir)
-    assert one.keys() == two.keys()
-    assert all(np.array_equal(one[name], two[name]) for name in one)
+    assert same(arrays(cfg.out_dir), arrays(other.out_dir))
 
 
 @pytest.mark.slow
 def test_digits(tmp_path, cache_dir, monkeypatch):
-    """An image classifier over 8 devices exceeds 95% validation accuracy. Its field is a flag with
-    a bound. Without scikit-learn the error is one sentence.
+    """Over 8 devices validation accuracy exceeds 95%; without scikit-learn one sentence.
 
     Break: tests/recipes/digits.py: hit_B = logp_BV.argmax( => hit_B = logp_BV.argmin(
     """
@@ -84,27 +73,23 @@ def test_digits(tmp_path, cache_dir, monkeypatch):
         digits.open_digits(("train",), cfg)
 
 
-@pytest.mark.slow
-def test_early_stopping_counts_evaluations_of_all_launches(tiny):
+def test_early_stopping_counts_evaluations_of_all_launches():
     """The validation loss does not improve in 2 evaluations, the first of them before a resume.
 
     Break: tests/recipes/hooks.py: losses.extend( => list(
     """
-    losses = iter([3.0, 2.0, 2.5, 2.25, 1.0])
-
-    def scripted(event, row):
-        return row | {"val_loss": next(losses)} if event == "eval" else None
-
-    cfg = tiny(steps=8, eval_every=1, save_every=0)
-    train.main(dataclasses.replace(cfg, stop=("+3",)), [scripted, hooks.stop_early(2)])
-    summary = train.main(cfg, [scripted, hooks.stop_early(2)])
-    assert (summary["step"], summary["reason"]) == (
-        4, "no better in 2 evaluations than 2.0000")
+    first, resumed = hooks.stop_early(2), hooks.stop_early(2)
+    first("start", {"step": 0})
+    found = [first("eval", {"val_loss": loss}) for loss in (3.0, 2.0, 2.5)]
+    saved = first("before_save", {"step": 3, "hooks": {}})
+    resumed("resume", saved)
+    found += [resumed("eval", {"val_loss": 2.25})]
+    assert found == [None, None, None, {
+        "val_loss": 2.25, "stop": "no better in 2 evaluations than 2.0000"}]
 
 
 def test_a_jump_of_the_loss_requests_an_evaluation():
-    """The third row has twice the loss of the second, which the checkpoint has between them. The
-    fourth, as high as the third, requests nothing.
+    """The jump is to twice the loss in a checkpoint; an equal loss requests nothing.
 
     Break: tests/recipes/hooks.py: last[:] = [row["loss"]] => pass
     """
@@ -119,8 +104,7 @@ def test_a_jump_of_the_loss_requests_an_evaluation():
 
 
 def test_frozen_parameters_and_a_new_metric(tiny):
-    """The embedding changes in steps 1 and 2 only, all other parameters in every step. The norm of
-    the parameters equals NumPy's in float64, in training over microbatches and in evaluation.
+    """The embedding changes in steps 1 and 2 only; the norm equals NumPy's in float64.
 
     Break: tests/recipes/hooks.py: jnp.where(state["step"] < step, x => jnp.where(True, x
     """
@@ -143,8 +127,7 @@ def test_frozen_parameters_and_a_new_metric(tiny):
 
 
 def test_an_average_of_the_parameters_is_evaluated_and_resumed_on_another_mesh(tiny):
-    """The average in a checkpoint is NumPy's. A run that resumes on two devices continues it. An
-    evaluation has the loss of the averaged parameters, which "eval_batch" adds up to.
+    """It is NumPy's; an evaluation has its loss, which "eval_batch" adds up to.
 
     Break: train.py: tree |= hook_arrays => pass
     """
@@ -186,8 +169,7 @@ def test_an_average_of_the_parameters_is_evaluated_and_resumed_on_another_mesh(t
 
 
 def test_a_worker_for_ray_sends_rows_texts_and_errors(tiny, monkeypatch):
-    """Without Ray, a worker that is alone trains to step 4 and then, launched again, to step 8. The
-    caller gets its rows, its texts and its summary, and an error of the user as one sentence.
+    """Without Ray, a worker that is alone trains, resumes, and sends a user's error.
 
     Break: tests/recipes/on_ray.py: for name in ("state", "mesh"): => for name in ("mesh",):
     """
@@ -255,8 +237,7 @@ def identical(n_log_rows, n_digests):
 
 @pytest.mark.slow
 def test_an_audit_finds_the_first_step_that_differs(tiny):
-    """A part of a run that is trained again is identical. If one bit of a parameter changed in the
-    first run, the next log row and the next digest differ. Illegal steps are rejected.
+    """A stretch trained again is identical, and differs from the step after one changed bit.
 
     Break: tests/recipes/audit.py: equal = saved == value or => equal = True or
     """

@@ -42,8 +42,7 @@ def named(flags, kind=Config):
     ("--branch_from out/wsd/@400 --init_from out/a/@best", "wsd@400,init_from=a@best"),
 ])
 def test_a_run_is_named_after_the_fields_that_define_it(flags, name, tmp_path, monkeypatch):
-    """Fields that may change on a resume are not part of the name, paths enter by their last name.
-    The name in Python is the same.
+    """Not those that may change on a resume. Paths enter by their last name.
 
     Break: config.py: if _defines_run(name) and value => if value
     """
@@ -54,8 +53,7 @@ def test_a_run_is_named_after_the_fields_that_define_it(flags, name, tmp_path, m
 
 
 def test_a_derived_name_is_a_legal_folder_name(tmp_path):
-    """Characters that do not suit a folder are replaced, a long name is cut. A checksum of the
-    whole text keeps different runs apart.
+    """Other characters are replaced, a long name is cut; a checksum keeps runs apart.
 
     Break: config.py: if name != whole: => if False:
     """
@@ -82,9 +80,9 @@ def save_config(out_dir, written_at=0, **fields):
     os.utime(folder / "metrics.jsonl", (written_at, written_at))
 
 
-def test_which_run_a_command_line_names(tmp_path, monkeypatch):
-    """Another field than in a run's config.json is another run. A file that is no run's config.json
-    may name the folder. Modes that read a run take the newest one, if no defining flag is typed.
+def test_which_run_a_command_line_names(tmp_path, monkeypatch, capsys):
+    """Another defining field is another run. Modes that read a run take the newest one; a missing
+    run is an error.
 
     Break: config.py: if cfg.mode in READ_MODES and not defining and logs: => if False:
     """
@@ -99,6 +97,9 @@ def test_which_run_a_command_line_names(tmp_path, monkeypatch):
     assert named("--mode eval --val_data x.txt") == "out/lr=0.1"
     save_config("out/val_data=x.txt", 5)
     assert named("--mode eval --val_data x.txt") == "out/val_data=x.txt"
+    assert train.cli(["--mode", "eval", "--lr", "0.2"]) == 2
+    errors = capsys.readouterr().err
+    assert "mode eval: out/lr=0.2/ckpt holds no checkpoint; name the --out_dir" in errors
     Path("out/export").mkdir()
     Path("out/export/config.json").write_text("{}")
     assert named("--mode sample --seed 0") == named("") == "out/default"
@@ -111,7 +112,7 @@ def test_which_run_a_command_line_names(tmp_path, monkeypatch):
 
 
 def test_a_run_keeps_the_folders_of_its_config_to_itself(tmp_path, monkeypatch):
-    """A run with the config of another one does not take over its --ckpt_dir and --export.
+    """Another run does not inherit --ckpt_dir and --export; a typed preset replaces values.
 
     Break: config.py: named.update(ckpt_dir="", export="") => pass
     """
@@ -129,36 +130,15 @@ def test_a_run_keeps_the_folders_of_its_config_to_itself(tmp_path, monkeypatch):
     moved = config.parse("--config moved/config.json --steps 7".split())
     assert (moved.out_dir, moved.ckpt_dir) == ("moved", "far")
     assert named("--branch_from moved@4 --seed 1") == "out/moved@4,seed=1"
-
-
-def test_a_preset_that_is_typed_again_replaces_the_flags_of_the_run(tmp_path, monkeypatch):
-    """The values of --config count as typed, all others come from the run.
-
-    Break: config.py: values = (run or branch) | named | typed =>
-    values = named | run | typed
-    """
-    monkeypatch.chdir(tmp_path)
     save_config("out/debug", **config.PRESETS["debug"] | {"steps": 5, "eval_every": 7})
     cfg = config.parse("--config debug --out_dir out/debug".split())
     assert (cfg.steps, cfg.eval_every) == (100, 7)
 
 
-def test_a_missing_run_is_an_error(tmp_path, monkeypatch, capsys):
-    """Mode eval of a folder without a run exits with 2 and names the folder.
-
-    Break: ckpt.py: if needed_for and not meta: => if False:
-    """
-    monkeypatch.chdir(tmp_path)
-    assert train.cli(["--mode", "eval", "--lr", "0.2"]) == 2
-    errors = capsys.readouterr().err
-    assert "mode eval: out/lr=0.2/ckpt holds no checkpoint; name the --out_dir" in errors
-
-
-# ---- going on with a run
+# ---- a run that continues
 
 def test_the_same_command_resumes_its_run(tiny, capsys, monkeypatch, tmp_path):
-    """This holds for --width_mult, whose effect is part of the config, and for --stop, which is of
-    one launch. The first line names the folder, and a longer run says that it is longer.
+    """Also with --width_mult, and with --stop, which is of one launch; a longer run says so.
 
     Break: train.py: config.without_launch_fields(setup["given"]) =>
     config.without_launch_fields(cfg)
@@ -190,10 +170,8 @@ def made_up(values):
 
 
 def test_the_best_checkpoint(tiny, capsys):
-    """At each record of the metric the parameters are kept, one checkpoint at a time, also where no
-    save is due. A resumed run knows the record, unless it resumes from a step before it. Evaluation
-    reads the best checkpoint, a later run begins with it, and the command that reads all
-    checkpoints reads it too.
+    """At each record the parameters are kept, one checkpoint at a time; a resumed run knows the
+    record, and evaluations and later runs read it.
 
     Break: train.py: is_better = best is None or metric["is_better"](value, best) =>
     is_better = True
@@ -227,10 +205,8 @@ def test_the_best_checkpoint(tiny, capsys):
 # ---- branches
 
 def test_a_branch_continues_the_run_that_it_leaves(tiny, capsys):
-    """With an equal config a branch is bit-identical to the run from that step on: losses, rates,
-    evaluations, digests, arrays and the state of hooks. It has a folder and a first checkpoint of
-    its own, and resumes there though the other run is gone. With another rate and batch size it is
-    another run.
+    """With an equal config it is bit-identical, in a folder of its own, and resumes though the
+    other run is gone.
 
     Break: train.py: "root": root, "step": step, "meta": meta, "is_branch": True, =>
     "root": root, "step": None, "meta": meta, "is_branch": True,
@@ -270,8 +246,7 @@ def stop_by_hook(step):
 
 
 def test_a_branch_that_cannot_be(tiny):
-    """A step that is gone lists those that exist. Only parameters, and a step that is not before
-    the last one, are errors.
+    """A step that is gone, only parameters, a step that is not before the last one.
 
     Break: train.py: folder, step = config.parse_branch(cfg.branch_from) => folder, step = "a", 1
     """
@@ -289,8 +264,8 @@ def test_a_branch_that_cannot_be(tiny):
 # ---- saves on request
 
 def test_saves_on_request_and_none_at_the_end(tiny, capsys):
-    """The file out_dir/save and SIGUSR1 each save once, at the next step, and training continues.
-    With --no_save_end the last step is not saved, but a stop that is requested is.
+    """The file out_dir/save and SIGUSR1 each save once; with --no_save_end only a requested stop
+    saves.
 
     Break: train.py: if number == signal.SIGUSR1: => if False:
     """
