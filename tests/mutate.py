@@ -196,7 +196,8 @@ def run_random(n, seed, names, n_jobs):
     found.sort()
     chosen = random.Random(seed).sample(found, min(n, len(found)))
     # Without a break the tests must be green.
-    code, output = run_broken("train.py", (ROOT / "train.py").read_text(), "-m", "not slow", "tests")
+    unbroken = (ROOT / "train.py").read_text()
+    code, output = run_broken("train.py", unbroken, "-m", "not slow", "tests")
     assert code == 0, output
     with ThreadPoolExecutor(n_jobs) as pool:
         red = list(pool.map(lambda chosen_break: try_break(*chosen_break), chosen))
