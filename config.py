@@ -5,7 +5,6 @@ Owns `Config`, the one class of the project, its text forms (command line, JSON,
 its validation. Rejects a config that cannot run, with all errors in one message.
 Invariant: a `Config` is hashable, so that it can be a static argument of jax.jit.
 """
-import argparse
 import dataclasses
 import difflib
 import inspect
@@ -317,19 +316,27 @@ def parse(argv, kind=Config):
     typed = _expand_home(_typed_values(argv, kind))
     branch, named = _named_values(kind(**typed))
     # Which folder? A first config answers that. The folder may hold a run with a config of its own.
-    first = kind(**(branch | named | typed))
+    first = kind(**_merge(branch, named, typed))
     out_dir = _choose_out_dir(first, typed)
     run = _run_values(first, out_dir)
     # The file is the config of another run: its folders are not those of this one.
     if not _is_same_path(named.get("out_dir", out_dir), out_dir):
         named.update(ckpt_dir="", export="")
 
-    values = (run or branch) | named | typed
+    values = _merge(run or branch, named, typed)
     values["explicit"] = tuple(sorted(values))
     values["out_dir"] = out_dir
     if run:
         values["config"] = run["config"]
     return kind(**values)
+
+
+def _merge(*sources):
+    """One dict of all sources; the last source that has a key gives its value."""
+    merged = {}
+    for source in sources:
+        merged |= source
+    return merged
 
 
 # ---- validation
@@ -368,27 +375,36 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
 
 def _typed_values(argv, kind):
     """{field: value} of the flags on a command line, also of those that give a default."""
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, exit_on_error=False,
-        argument_default=argparse.SUPPRESS)  # flags that are not typed have no value
+    import tyro
+
+    # tyro finds the texts of each flag. Choices stay texts: validate names the nearest one.
     types = get_type_hints(kind)
+    fields = []
     for name, hint in types.items():
         if hint is bool:
-            parser.add_argument(f"--{name}", action="store_true")
-            parser.add_argument(f"--no_{name}", action="store_false", dest=name)
+            fields.append((name, bool, False))
+        elif get_origin(hint) is tuple:
+            fields.append((name, tuple[str, ...], ()))
         else:
-            parser.add_argument(f"--{name}", nargs="*" if get_origin(hint) is tuple else None)
-    try:
-        flags, unknown = parser.parse_known_args(argv)
-    except argparse.ArgumentError as e:
-        raise ValueError(str(e)) from None
+            fields.append((name, str, ""))
+    flags, unknown = tyro.cli(
+        dataclasses.make_dataclass("Flags", fields), args=argv, use_underscores=True,
+        add_help=False, return_unknown_args=True)
     _check_unknown(unknown, kind)
-    return {name: _read_flag(name, value, types[name]) for name, value in vars(flags).items()}
+
+    typed = {}
+    for arg in argv:
+        name = re.sub("^--|=.*", "", arg, flags=re.DOTALL).replace("-", "_")
+        if name not in types:
+            name = name.removeprefix("no_")  # a switch
+        if arg.startswith("--") and name in types:
+            typed[name] = _read_flag(name, getattr(flags, name), types[name])
+    return typed
 
 
 def _read_flag(name, value, hint):
     """The value of a flag, in which numbers may be written as 1Ki, 50% or 2h30m."""
-    if isinstance(value, list):
+    if isinstance(value, tuple):
         return tuple(_read_flag(name, item, get_args(hint)[0]) for item in value)
     if hint == Interval and value.isdecimal():
         return int(value)
@@ -403,7 +419,7 @@ def _read_flag(name, value, hint):
 def _check_unknown(words, kind):
     """Raise a ValueError that names all unknown flags, each with the flag that may be meant.
 
-    words: those of the command line that are no flags: unknown ones, and values without a flag.
+    words: those of the command line that tyro cannot place: unknown flags, and values without one.
     """
     flags = [word for word in words if re.match(r"--?[A-Za-z]|\w+=", word)]  # also lr=3, without --
     raise_if_errors([f"{word} ({_suggest_flag(word, kind)})" for word in flags], "unknown flag")
@@ -417,7 +433,7 @@ def _suggest_flag(word, kind):
     known = get_type_hints(kind)
     flag, _, value = word.lstrip("-").partition("=")
     name = flag.replace("-", "_").lower()
-    if name in known or name.removeprefix("no_") in known:  # with one dash, hyphens, or capitals
+    if name in known:  # with one dash or none, or in capitals
         return f"write --{name} {value}".rstrip()
     # Optional: names in other trainers.
     hint = _hint_for_name(name) or _hint_for_name(name.removeprefix("no_"))
@@ -586,7 +602,7 @@ def _default_values(cfg):
     branch, named = {}, {}
     if cfg.config:  # else a config from Python, which has only the defaults
         branch, named = _named_values(cfg)
-    return vars(type(cfg)()) | branch | named
+    return _merge(vars(type(cfg)()), branch, named)
 
 
 def _as_flag(name, value):
@@ -1211,7 +1227,7 @@ def check_resumable(old, new, old_mesh=(), mesh=()):
     old: the run's config as a dict; a field that it lacks had its default. new: a config.
     old_mesh, mesh: {axis: size} of the run and of this process.
     """
-    before = json.loads(to_json(type(new)())) | old | dict(mesh) | dict(old_mesh)
+    before = _merge(json.loads(to_json(type(new)())), old, dict(mesh), dict(old_mesh))
     after = json.loads(to_json(new)) | dict(mesh)
     may_change = {*RESUMABLE_FIELDS, *new.allow_change}
     if new.n_experts and new.capacity_factor and "sp" not in new.allow_change:

@@ -463,7 +463,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 # ---- supporting
 #
 # Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
-# parts of the state, slices, compilation, devices, memory, digest of the state,
+# parts of the state, shapes and slices, compilation, devices, memory, digest of the state,
 # peak figures of devices, description of the machine.
 
 
@@ -603,7 +603,20 @@ def _f32(tree):
     return optax.tree.cast(tree, jnp.float32)
 
 
-# ---- slices
+# ---- shapes and slices
+
+def check_shapes(table, mesh):
+    """Errors, as texts, for parameters with a dim that the mesh cannot split evenly."""
+    errors = []
+    for name, row in table.items():
+        # A spec may be shorter than a shape: the other dims are not split.
+        for n, axes in zip(row["shape"], row["spec"], strict=False):
+            n_parts = prod(mesh.shape[axis] for axis in jax.tree.leaves(axes))
+            if n % n_parts:
+                errors.append(f"{name} {row['shape']}: dim {n} must be a multiple of the size of "
+                              f"{axes} = {n_parts}")
+    return errors
+
 
 def _device_grid(devices, sizes, cfg):
     """Arrange devices, from cfg.slices slices, into an array of these sizes of the mesh axes."""

@@ -252,6 +252,7 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     mesh = steplib.make_mesh(cfg, devices)
     table = model.apply_param_groups(task["table"](cfg), cfg, config.parse_number)
     check_table(table)
+    config.raise_if_errors(steplib.check_shapes(table, mesh), "mesh and model do not fit")
     watched = model.matching("watch", cfg.watch, table)
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(watched)))
     if cfg.export:

@@ -433,9 +433,10 @@ def legal_meshes(run, devices):
         try:
             config.validate(cfg, len(devices), (), run["task"]["validate"])
             mesh, state_bytes, sent = predicted_traffic(cfg, run["table"], sizes)
-            for row in run["table"].values():
-                NamedSharding(mesh, row["spec"]).shard_shape(row["shape"])
+            errors = steplib.check_shapes(run["table"], mesh)
         except ValueError:  # this mesh and this model do not fit
+            continue
+        if errors:
             continue
         found.append({"sizes": sizes, "cfg": cfg, "state_bytes": state_bytes,
                       "sent_bytes": sum(sent.values())})

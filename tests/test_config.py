@@ -142,8 +142,7 @@ def test_config_files(tmp_path):
     ("config/train.py --lr -5", "config/train.py: is neither a flag nor the value of one."),
     ("--steps 2h30", "--steps: '2h30' is not a number; write 300"),
     ("--sizes 3 2h30", "--sizes: '2h30' is not a number; write 300"),
-    ("-bias --no-bias", "unknown flag: \n  -bias (write --bias)\n  --no-bias (write --no_bias)"),
-    ("--steps --lr 3", "argument --steps: expected one argument"),
+    ("-bias", "unknown flag: -bias (write --bias)"),
 ])
 def test_flags_that_are_rejected(argv, message):
     """One error names all unknown flags, each with the flag that may be meant: also by its name in
@@ -162,7 +161,7 @@ def test_flags():
 
     Break: config.py: return parse_number(value, hint) => return hint(value)
     """
-    cfg = parse("--steps 2Ki --warmup_steps=50% --seed 2^5 --no_qk_norm --data a b "
+    cfg = parse("--steps 2Ki --warmup_steps=50% --seed 2^5 --no-qk_norm --data a b "
                 "--on_nonfinite skip --fsdp -1")
     assert cfg == Config(
         steps=2048, warmup_steps=0.5, seed=32, qk_norm=False, data=("a", "b"), on_nonfinite="skip",
@@ -182,7 +181,7 @@ def test_a_fork_extends_config():
     Break: config.py: return kind(**_json_values(text, where, kind)) =>
     return kind(**_json_values(text, where, Config))
     """
-    cfg = parse("--d_hidden 1Ki --lr 1 --sizes 3 4 --bias --no_decay 3", Fork)
+    cfg = parse("--d_hidden 1Ki --lr 1 --sizes 3 4 --bias --no-decay 3", Fork)
     name = "out/fork,lr=1,d_hidden=1024,sizes=3+4,bias,no_decay=3"
     assert cfg == Fork(d_hidden=1024, lr=1.0, sizes=(3, 4), bias=True, no_decay=3, out_dir=name)
     assert cfg.steps == 7
@@ -240,7 +239,7 @@ def test_a_home_in_every_path(tmp_path, monkeypatch):
     """
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.json").write_text('{"out_dir": "~/out", "val_data": ["a=~/a.bin", "b~.bin"]}')
-    cfg = parse("--config '~/c.json' --data '~/*.txt' ./~b --token_cache '~' --ckpt_dir='~/ckpt' "
+    cfg = parse("--config '~/c.json' --data '~/*.txt' ./~b --token_cache '~' --ckpt-dir='~/ckpt' "
                 "--prompt='~/a'")
     assert (cfg.ckpt_dir, cfg.prompt) == (f"{tmp_path}/ckpt", "~/a")
     assert (cfg.out_dir, cfg.token_cache) == (f"{tmp_path}/out", str(tmp_path))
@@ -260,7 +259,7 @@ def test_flags_that_are_not_typed_come_from_the_run_in_out_dir(tmp_path):
     cfg = parse(sample)
     assert (cfg.mode, cfg.temperature, cfg.n_layers) == ("sample", 0.3, 2)
     assert parse(f"{sample} --temperature 0.8").temperature == 0.8
-    train = f"--out_dir={tmp_path}"
+    train = f"--out-dir={tmp_path}"
     assert parse(f"{train} --steps 9").n_layers == 2
     assert parse(f"{train} --resume overwrite").n_layers == Config.n_layers
     assert parse(f"{train} --mode plan").n_layers == Config.n_layers
@@ -490,7 +489,7 @@ def test_each_unused_field(field, value, others, other_value):
 def test_unused_values_of_a_preset_are_accepted():
     """A typed value without an effect is rejected; one of a preset or a config file is accepted.
 
-    Break: config.py: return vars(type(cfg)()) | branch | named => return vars(type(cfg)())
+    Break: config.py: return _merge(vars(type(cfg)()), branch, named) => return vars(type(cfg)())
     """
     validate(parse("--config gpt2-124m --epochs 2 --schedule constant"), 1)
     error = error_of(Config(temperature=0.0, top_k=3))

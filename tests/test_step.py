@@ -938,6 +938,20 @@ def test_make_mesh_infers_one_size():
             step.make_mesh(dataclasses.replace(BASE, **sizes))
 
 
+def test_check_shapes_names_the_parameter():
+    """A dim that the mesh cannot split is reported with name, size and parts; others are not.
+
+    Break: step.py: if n % n_parts: => if n % n_parts and n > n_parts:
+    """
+    mesh = step.make_mesh(dataclasses.replace(BASE, dp=1, fsdp=2, tp=4))
+    table = {"good": dict(shape=(4, 8), spec=P("fsdp", "tp")),
+             "odd": dict(shape=(4, 6), spec=P("fsdp", "tp")), "low": dict(shape=(3,), spec=P("tp")),
+             "whole": dict(shape=(5, 7), spec=P())}
+    assert step.check_shapes(table, mesh) == [
+        "odd (4, 6): dim 6 must be a multiple of the size of tp = 4",
+        "low (3,): dim 3 must be a multiple of the size of tp = 4"]
+
+
 def test_the_parts_of_a_step_are_named_in_a_profile():
     """Operations of the compiled step carry the named scopes of the step and of the model, whose
     scopes are forward and backward.
