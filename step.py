@@ -639,8 +639,9 @@ def _device_grid(devices, sizes, cfg):
 
 # ---- compilation
 
-def compile_steps(steps):
-    """Compile the programs of lower_steps, its result, before any array is allocated.
+def compile_steps(steps, is_fresh=False):
+    """Compile the programs of lower_steps, its result, before any array is allocated. is_fresh:
+    whether init is called next.
 
     Returns a dict: "state", "init" and "digest" of lower_steps;
     "train_step": (state, batch, lr) -> (state, metrics), which donates its state;
@@ -649,17 +650,18 @@ def compile_steps(steps):
     does not fit beside the state;
     "memory": memory_by_kind of train_step, by which a run that cannot fit ends before it starts.
     """
-    # Compile train_step while Python traces eval_step: XLA releases the GIL.
+    # Compile init beside train_step: JAX keeps it for its call. XLA releases the GIL.
     lowered_step = steps["train_step"]()
     future = ThreadPoolExecutor().submit(lowered_step.compile)
-    lowered_eval = steps["eval_step"]()
+    if is_fresh:
+        steps["init"].lower(jax.random.key(0)).compile()
     compiled_step = future.result()
     memory = memory_by_kind(steps["state"], compiled_step)
 
     # In the background, eval_step would halve the speed of the first steps on a CPU.
     @cache
     def compile_eval():
-        compiled = lowered_eval.compile()
+        compiled = steps["eval_step"]().compile()
         total = array_bytes((steps["state"], steps["eval_batch"])) + added_bytes(compiled)
         check_fits(memory | {"total": total}, steps["mesh"], "evaluation")
         return compiled

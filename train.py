@@ -13,6 +13,7 @@ import errno
 import faulthandler
 import fractions
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -31,6 +32,9 @@ from functools import partial
 from pathlib import Path
 
 # The process: skip this on a first reading, to "what is trained".
+# Imports and traces make many objects, few of them in cycles. With Python's threshold of 700 the
+# search for cycles takes a tenth of the launch.
+gc.set_threshold(100_000)
 # Before JAX is imported: have glibc keep freed memory. On a CPU, new pages took from a third to two
 # thirds of the time of a step.
 M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD = -4, -1, -2  # of malloc.h
@@ -315,7 +319,8 @@ def start_run(setup, progress, observers, check_lock, state, params):
         # "train_step" is compiled now, "init", "digest" and "eval_step" when they are called. Also
         # "state" (shapes), "memory" (bytes by kind), and "compile_eval", which compiles eval_step,
         # so that the time is charged to the compilation.
-        programs = steplib.compile_steps(steplib.lower_steps(*step_args(setup)))
+        is_fresh = bool(start["missing"]) and not start["load_from"]
+        programs = steplib.compile_steps(steplib.lower_steps(*step_args(setup)), is_fresh)
         steplib.check_fits(programs["memory"], setup["mesh"])
     compile_s = timers["seconds"]["compile"]
 

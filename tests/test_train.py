@@ -344,8 +344,8 @@ def test_batches_without_a_label_have_no_loss():
 def test_a_run_compiles_its_step_once_and_the_evaluation_when_it_is_needed(tiny, caplog):
     """train_step is compiled once, and on a CPU eval_step just before its first use.
 
-    Break: step.py: lowered_eval = steps["eval_step"]() =>
-    lowered_eval = steps["eval_step"](); lowered_eval.compile()
+    Break: step.py: compiled_step = future.result() =>
+    compiled_step = future.result(); steps["eval_step"]().compile()
     """
     order = []
 
