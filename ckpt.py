@@ -274,16 +274,16 @@ def restore(root, step, like=None, meta=None):
     """The saved tree in the shapes, dtypes and shardings of `like`.
 
     like: a tree of arrays or ShapeDtypeStructs; those without a sharding become NumPy arrays. None:
-    the arrays as they were saved, as NumPy arrays in nested dicts; a list becomes a dict with keys
-    "0", "1", .... meta: from `read_meta`, if already read. Each process reads only what its devices
-    hold.
+    the arrays as they were saved, {name, as "params/embed": NumPy array}. meta: from `read_meta`,
+    if already read. Each process reads only what its devices hold.
 
     Raises KeyError or TypeError that lists all arrays that the checkpoint lacks or has in another
     shape, ValueError that names an array whose data is corrupted or missing.
     """
     meta = meta or read_meta(root, step)
     if like is None:
-        like = saved_shapes(meta)
+        like = {name: jax.ShapeDtypeStruct(layout["shape"], np.dtype(layout["dtype"]))
+                for name, layout in meta["arrays"].items()}
     wanted, treedef = flatten(like)
     _check_fit(wanted, meta["arrays"], step_path(root, step))
     with ThreadPoolExecutor(READERS) as pool:
@@ -411,21 +411,6 @@ def _is_committed(store, save_id):
 
 
 # ---- parts of a restore
-
-def saved_shapes(meta):
-    """The tree of a checkpoint as nested dicts of ShapeDtypeStructs, from its meta."""
-    tree = {}
-    for name, layout in meta["arrays"].items():
-        shape = jax.ShapeDtypeStruct(tuple(layout["shape"]), np.dtype(layout["dtype"]))
-        if name == "":  # the tree is one array
-            return shape
-        *folders, last = name.split("/")
-        node = tree
-        for key in folders:
-            node = node.setdefault(key, {})
-        node[last] = shape
-    return tree
-
 
 def _check_fit(wanted, layouts, path):
     """Raise KeyError or TypeError when a checkpoint lacks wanted arrays or has other shapes."""
@@ -1084,7 +1069,7 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, s
     """The source of each text (see `parse_source`), with "take": {saved name: name} of the
     parameters to load from it. The last of several sources with a parameter wins.
 
-    shapes: {name: shape} of the model's parameters. open_weights: path -> ("names", "read") of
+    shapes: {name: shape} of the model's parameters. open_weights: path -> {"names", "read"} of
     weights in another format, or None when the path has no such weights. find_mismatches: meta of a
     checkpoint -> errors, one for each difference from the model. expected_names: {saved name} ->
     {name} of the parameters that these sources should give. select: (patterns, names) -> the names
@@ -1094,35 +1079,29 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, s
     has, though one of them should be loaded completely.
     """
     sources = []
-    saved_names = set()
-    chosen = {}  # {name: (index of its source, saved name)}
     errors = []
+    saved_names, chosen = set(), set()
     is_complete = False  # patterns may exclude parameters, or no source is strict
-    for i, text in enumerate(texts):
+    for text in reversed(texts):  # the last source with a parameter gives it
         source = parse_source(text)
         source |= open_weights(source["path"]) or _open_checkpoint(source, find_mismatches, log)
         names, wrong = choose_names(source, shapes, select)
-        for name, saved_name in names.items():
-            chosen[name] = i, saved_name
         errors += [f"{source['path']}: {error}" for error in wrong]
-        sources.append(source | {"take": {}, "text": text})
+        take = {saved_name: name for name, saved_name in names.items()
+                if name not in chosen and (wanted is None or name in wanted)}
+        sources.insert(0, source | {"take": take, "text": text})
         saved_names.update(source["names"])
+        chosen.update(names)
         if source["strict"] and source["load"] == ["*"] and not source["exclude"]:
             is_complete = True
     if errors:
         raise ValueError("init_from does not fit this model (to use a run's shape: --config "
                          "DIR/config.json; to load only what fits: strict=no)\n  "
                          + "\n  ".join(errors))
-    missing = expected_names(saved_names) - chosen.keys()
+    missing = expected_names(saved_names) - chosen
     if missing and is_complete:
         raise ValueError(f"init_from {', '.join(texts)}: no source has "
                          f"{', '.join(sorted(missing))}")
-
-    # Each source loads the parameters for which it was chosen.
-    for name in shapes:
-        if name in chosen and (wanted is None or name in wanted):
-            index, saved_name = chosen[name]
-            sources[index]["take"][saved_name] = name
     return sources
 
 
@@ -1239,13 +1218,12 @@ def log_sources(sources, missing, names, log=print):
 
     names: all parameters. sources: the result of `open_sources`.
     """
+    origins = {source["text"]: source["take"].values() for source in sources}
     initialized = [name for name in names if name in missing]
-    origins = []  # (text, names)
-    for source in sources:
-        taken = source["take"].values()
-        origins.append((source["text"], taken))
+    for taken in origins.values():
         initialized = [name for name in initialized if name not in taken]
-    for origin, taken in [*origins, ("a fresh initialization", initialized)]:
+    origins["a fresh initialization"] = initialized
+    for origin, taken in origins.items():
         which = f": {', '.join(taken)}" if len(taken) < len(names) else ""
         if taken:
             log(f"{len(taken)} of {len(names)} parameters from {origin}{which}")

@@ -1622,7 +1622,7 @@ def test_saved_arrays_that_a_run_lacks_are_an_error(tiny):
     tree, meta = ckpt.restore(root, 1), ckpt.read_meta(root, 1)
     for key in ("step", "folder", "arrays"):
         meta.pop(key)
-    tree["params"]["old"] = tree["opt"]["0"]["mu"]["old"] = tree["ema"] = np.zeros(3)
+    tree["params/old"] = tree["opt/0/mu/old"] = tree["ema"] = np.zeros(3)
     ckpt.wait(ckpt.save(root, 1, tree, meta))
     more = dataclasses.replace(cfg, steps=2)
     with pytest.raises(ValueError, match="lacks: ema, opt/0/mu/old, params/old; to drop"):
