@@ -37,25 +37,6 @@ READERS = 32  # number of arrays that are read at a time
 
 # ---- save
 
-def flatten(tree):
-    """({path of keys joined by "/": array}, treedef). Raises ValueError for arrays and names that
-    cannot be saved.
-    """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    arrays = {}
-    for path, x in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name in arrays or {".", ".."} & {*name.split("/")}:
-            raise ValueError(f"{name!r}: another array has that name, or none can; rename a key")
-        if not hasattr(x, "dtype"):
-            x = np.asarray(x)
-        if not (jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool):
-            raise ValueError(f"{name!r}: arrays of {x.dtype} cannot be saved, only of numbers; of "
-                             "a random key save jax.random.key_data")
-        arrays[name] = x
-    return arrays, treedef
-
-
 def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, log=print):
     """Start to write `tree` as checkpoint `step`; return a Future of its path.
 
@@ -92,23 +73,6 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, log=print):
 
     thread = ThreadPoolExecutor(1, "ckpt")
     return thread.submit(_write, root, meta, shards, max_to_keep, keep_period, log)
-
-
-def _copy_shards(arrays, layouts):
-    """Copies of the data that this process writes: dicts of "name", "index" and "data"."""
-    shards = []
-    for name, x in arrays.items():
-        if "data" in layouts[name]:
-            continue
-        if isinstance(x, jax.Array):
-            # Several devices may have copies of a shard: the first one is written.
-            for shard in x.addressable_shards:
-                if shard.replica_id == 0:
-                    data = _snapshot(shard.data)
-                    shards.append({"name": name, "index": shard.index, "data": data})
-        elif jax.process_index() == 0:
-            shards.append({"name": name, "index": (), "data": _snapshot(x)})
-    return shards
 
 
 def _write(root, meta, shards, max_to_keep, keep_period, log):
@@ -291,27 +255,31 @@ def restore(root, step, like=None, meta=None):
         return jax.tree.unflatten(treedef, leaves)
 
 
-def _load(root, meta, name, like):
-    """Read the parts of an array that this process needs."""
-    layout = meta["arrays"][name]
-    shape, dtype = layout["shape"], np.dtype(layout["dtype"])
-    path = step_path(root, meta["step"])
-    with _explain(f"checkpoint {path}: array {name} is corrupted"):
-        if "data" in layout:
-            stored = np.ndarray(shape, dtype, bytearray.fromhex(layout["data"]))
-        else:
-            stored = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
-        # Read each part that the sharding gives to this process, once, and put the parts together.
-        read = partial(_read_part, stored, dtype, like.dtype)
-        return _assemble(shape, getattr(like, "sharding", None), read)
-
-
 # ---- supporting
 # Sections: layout of arrays, copies of arrays, parts of a save, parts of a restore, values from
 # process 0, errors, paths, list of checkpoints, TensorStore, retention and clean-up, run folder,
 # parameters of a run, files.
 
 # ---- layout of arrays
+
+def flatten(tree):
+    """({path of keys joined by "/": array}, treedef). Raises ValueError for arrays and names that
+    cannot be saved.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    arrays = {}
+    for path, x in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in arrays or {".", ".."} & {*name.split("/")}:
+            raise ValueError(f"{name!r}: another array has that name, or none can; rename a key")
+        if not hasattr(x, "dtype"):
+            x = np.asarray(x)
+        if not (jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool):
+            raise ValueError(f"{name!r}: arrays of {x.dtype} cannot be saved, only of numbers; of "
+                             "a random key save jax.random.key_data")
+        arrays[name] = x
+    return arrays, treedef
+
 
 def _plan_layout(x):
     """How an array is stored, equal on every process: a small one with its "data" in meta.json, a
@@ -354,6 +322,23 @@ def _file_slices(shape, file):
 
 
 # ---- copies of arrays
+
+def _copy_shards(arrays, layouts):
+    """Copies of the data that this process writes: dicts of "name", "index" and "data"."""
+    shards = []
+    for name, x in arrays.items():
+        if "data" in layouts[name]:
+            continue
+        if isinstance(x, jax.Array):
+            # Several devices may have copies of a shard: the first one is written.
+            for shard in x.addressable_shards:
+                if shard.replica_id == 0:
+                    data = _snapshot(shard.data)
+                    shards.append({"name": name, "index": shard.index, "data": data})
+        elif jax.process_index() == 0:
+            shards.append({"name": name, "index": (), "data": _snapshot(x)})
+    return shards
+
 
 def _snapshot(x):
     """Copy an array; x may then be overwritten or donated."""
@@ -411,6 +396,21 @@ def _is_committed(store, save_id):
 
 
 # ---- parts of a restore
+
+def _load(root, meta, name, like):
+    """Read the parts of an array that this process needs."""
+    layout = meta["arrays"][name]
+    shape, dtype = layout["shape"], np.dtype(layout["dtype"])
+    path = step_path(root, meta["step"])
+    with _explain(f"checkpoint {path}: array {name} is corrupted"):
+        if "data" in layout:
+            stored = np.ndarray(shape, dtype, bytearray.fromhex(layout["data"]))
+        else:
+            stored = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
+        # Read each part that the sharding gives to this process, once, and put the parts together.
+        read = partial(_read_part, stored, dtype, like.dtype)
+        return _assemble(shape, getattr(like, "sharding", None), read)
+
 
 def _check_fit(wanted, layouts, path):
     """Raise KeyError or TypeError when a checkpoint lacks wanted arrays or has other shapes."""

@@ -346,36 +346,6 @@ def _attention_mask(query_pos, n_keys, window):
     return mask
 
 
-def _attention_inputs(batch, cfg):
-    """The inputs of attention beside q, k and v, equal in all layers: positions [B, T], segments
-    [B, T] or None, window (0: none), and the rotary tables cos and sin.
-
-    A batch without positions has the same ones in each row; then the tables have one row.
-    """
-    B, T = batch["tokens"].shape
-    positions = batch["positions"] if "positions" in batch else jnp.arange(T)[None]
-    cos, sin = rope_tables(positions, cfg)
-    positions_BT = jnp.broadcast_to(positions, (B, T))
-    return {"positions": positions_BT, "segments": batch.get("segments"),
-            "window": cfg.sliding_window, "cos": cos, "sin": sin}
-
-
-def rope_tables(positions, cfg):
-    """cos and signed sin [B, 1, T, 2, H/2] in float32 of positions [B, T], where B may be 1.
-
-    Source: Su et al. 2021, arXiv:2104.09864.
-    """
-    even_dims = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32)
-    freq = cfg.rope_theta ** -(even_dims / cfg.head_dim)
-    # Rotary scaling, for sequences longer than those of pretraining.
-    if cfg.rope_factor != 1:
-        freq = _stretch_rope(freq, cfg)
-    angle = positions.astype(jnp.float32)[:, None, :, None] * freq[None, None, None, :]
-    cos = jnp.cos(angle)
-    sin = jnp.sin(angle)
-    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
-
-
 def _rotate(x, cos, sin):
     """Rotate the two halves of each head of x [B, heads, T, H] (Hugging Face's order) in float32.
 
@@ -388,16 +358,6 @@ def _rotate(x, cos, sin):
 
 
 # ---- loss
-
-def batch_shapes(cfg):
-    """{name: (shape, dtype, partition spec)} of a batch."""
-    names = ["tokens", "labels"]
-    # A token that must not see other documents of its row: which document it is in, and where.
-    if cfg.document_mask or cfg.packing != "stream":
-        names += ["segments", "positions"]
-    shape = (cfg.batch_size, cfg.seq_len)
-    return dict.fromkeys(names, (shape, jnp.int32, P(BATCH_AXES, "sp")))
-
 
 def loss_fn(params, batch, cfg, train_keys=None):
     """Sums and counts over the positions with a label: ({name: sum}, {name: count}).
@@ -533,6 +493,16 @@ def apply_param_groups(table, cfg, parse_number):
 
 # ---- inputs of the layers
 
+def batch_shapes(cfg):
+    """{name: (shape, dtype, partition spec)} of a batch."""
+    names = ["tokens", "labels"]
+    # A token that must not see other documents of its row: which document it is in, and where.
+    if cfg.document_mask or cfg.packing != "stream":
+        names += ["segments", "positions"]
+    shape = (cfg.batch_size, cfg.seq_len)
+    return dict.fromkeys(names, (shape, jnp.int32, P(BATCH_AXES, "sp")))
+
+
 def _cast_params(params, cfg):
     """params in the dtype of activations, those of F32_PARAMS in float32."""
     cast = {}
@@ -549,6 +519,36 @@ def _layer_weights(params):
         if name.startswith("layers."):
             weights[name.removeprefix("layers.")] = x
     return weights
+
+
+def _attention_inputs(batch, cfg):
+    """The inputs of attention beside q, k and v, equal in all layers: positions [B, T], segments
+    [B, T] or None, window (0: none), and the rotary tables cos and sin.
+
+    A batch without positions has the same ones in each row; then the tables have one row.
+    """
+    B, T = batch["tokens"].shape
+    positions = batch["positions"] if "positions" in batch else jnp.arange(T)[None]
+    cos, sin = rope_tables(positions, cfg)
+    positions_BT = jnp.broadcast_to(positions, (B, T))
+    return {"positions": positions_BT, "segments": batch.get("segments"),
+            "window": cfg.sliding_window, "cos": cos, "sin": sin}
+
+
+def rope_tables(positions, cfg):
+    """cos and signed sin [B, 1, T, 2, H/2] in float32 of positions [B, T], where B may be 1.
+
+    Source: Su et al. 2021, arXiv:2104.09864.
+    """
+    even_dims = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32)
+    freq = cfg.rope_theta ** -(even_dims / cfg.head_dim)
+    # Rotary scaling, for sequences longer than those of pretraining.
+    if cfg.rope_factor != 1:
+        freq = _stretch_rope(freq, cfg)
+    angle = positions.astype(jnp.float32)[:, None, :, None] * freq[None, None, None, :]
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
+    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
 # Most layers that are unrolled, by JAX's name of the platform. Unrolled, XLA fuses across layers: a
@@ -1565,15 +1565,11 @@ def names_to_load(table, saved, cfg):
     """The parameters that a run takes from another run, which saved those in `saved` (none: a fresh
     initialization).
 
-    Raises ValueError when LoRA would tune a fresh initialization, or when the LoRA factors of the
-    other run would be lost.
+    Raises ValueError when LoRA would tune a fresh initialization.
     """
     if cfg.lora_rank and not saved:
         raise ValueError(f"lora_rank {cfg.lora_rank}: a fresh initialization has nothing to tune; "
                          "name the --out_dir of a trained run with --init_from")
-    if not cfg.lora_rank and any(".lora_" in name for name in saved):
-        raise ValueError(f"init_from {' '.join(cfg.init_from)}: has LoRA updates; set its "
-                         "--lora_rank")
     return {name for name in table if ".lora_" not in name or name in saved}
 
 

@@ -148,22 +148,6 @@ def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
     return _sum_over_microbatches(microbatch_grads, (batch, options), cfg.grad_accum_steps)
 
 
-def takes_train_keys(loss_fn):
-    """Whether a loss has the argument train_keys.
-
-    Such a loss is called as loss_fn(params, batch, cfg, train_keys=keys) in training, with the
-    result of make_train_keys, and without it in evaluation.
-    """
-    return "train_keys" in inspect.signature(loss_fn).parameters
-
-
-def make_train_keys(step, batch, seed):
-    """A random key for each row of a batch [B], a function of (seed, step, row)."""
-    step_key = jax.random.fold_in(jax.random.key(seed), step)
-    n_rows = jax.tree.leaves(batch)[0].shape[0]
-    return jax.vmap(partial(jax.random.fold_in, step_key))(jnp.arange(n_rows))
-
-
 def _sum_over_microbatches(f, batch, A):
     """The sums of f(microbatch) over A microbatches of a batch, computed one after the other."""
     if A == 1:
@@ -386,11 +370,6 @@ def moment_specs(table, mesh):
 
 # ---- programs
 
-def replicate(x, mesh):
-    """A number as a float32 array on all devices of a mesh, including those of other hosts."""
-    return jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda _: np.float32(x))
-
-
 def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value,
                 evaluation=None):
     """Prepare the programs of a run without allocating an array: only the state is traced here.
@@ -463,8 +442,8 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 # ---- supporting
 #
 # Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
-# parts of the state, shapes and slices, compilation, devices, memory, digest of the state,
-# peak figures of devices, description of the machine.
+# parts of the state, random keys for the loss, shapes and slices, compilation, devices, memory,
+# digest of the state, peak figures of devices, description of the machine.
 
 
 # ---- schedules
@@ -603,6 +582,29 @@ def _f32(tree):
     return optax.tree.cast(tree, jnp.float32)
 
 
+def replicate(x, mesh):
+    """A number as a float32 array on all devices of a mesh, including those of other hosts."""
+    return jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda _: np.float32(x))
+
+
+# ---- random keys for the loss
+
+def takes_train_keys(loss_fn):
+    """Whether a loss has the argument train_keys.
+
+    Such a loss is called as loss_fn(params, batch, cfg, train_keys=keys) in training, with the
+    result of make_train_keys, and without it in evaluation.
+    """
+    return "train_keys" in inspect.signature(loss_fn).parameters
+
+
+def make_train_keys(step, batch, seed):
+    """A random key for each row of a batch [B], a function of (seed, step, row)."""
+    step_key = jax.random.fold_in(jax.random.key(seed), step)
+    n_rows = jax.tree.leaves(batch)[0].shape[0]
+    return jax.vmap(partial(jax.random.fold_in, step_key))(jnp.arange(n_rows))
+
+
 # ---- shapes and slices
 
 def check_shapes(table, mesh):
@@ -616,6 +618,7 @@ def check_shapes(table, mesh):
                 errors.append(f"{name} {row['shape']}: dim {n} must be a multiple of the size of "
                               f"{axes} = {n_parts}")
     return errors
+
 
 
 def _device_grid(devices, sizes, cfg):

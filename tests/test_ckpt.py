@@ -102,8 +102,8 @@ def test_a_tree_comes_back_bit_exact_on_any_mesh(tmp_path, shape, n):
 
 
 def test_odd_trees_come_back(tmp_path):
-    """With its own structure, or without one as NumPy arrays by name: small, large, sharded and empty
-    arrays, 64 bits, bfloat16, lists by position, Python's numbers, a tree of one array.
+    """With its own structure, or without one as NumPy arrays by name: small, large, sharded and
+    empty arrays, 64 bits, bfloat16, lists by position, Python's numbers, a tree of one array.
 
     Break: ckpt.py: jax.ShapeDtypeStruct(layout["shape"], np.dtype(layout["dtype"])) =>
     jax.ShapeDtypeStruct(layout["shape"], np.float32)

@@ -92,7 +92,7 @@ def test_json_round_trip():
     ('{"steps": true}', ["steps True: must be of type int"]),
     ('{"data": "a.txt"}', ["data 'a.txt': must be of type tuple[str, ...]"]),
     ('{"data": [1]}', ["data (1,): must be of type tuple[str, ...]"]),
-    ("[1]", ["not a JSON object of fields: list"]),
+    ("[1]", ["not a JSON object of fields: 'list'"]),
     ("{", ["not a JSON object of fields: Expecting"]),
 ])
 def test_json_errors(text, words):
@@ -366,7 +366,6 @@ REJECTED = [
     (dict(slices=4, dp=2), "dp 2: must be a multiple of slices = 4"),
     (dict(loss_norm="constant"), "loss_divisor 0.0: must be above 0 with loss_norm constant"),
     (dict(steps=2**31), "steps 2147483648: must be at least 1, and below 2^31"),
-    (dict(checkpoint="newest"), "checkpoint 'newest': must be latest, best, or a step, as in 400"),
     (dict(warmup_steps=1.0), "warmup_steps 1.0: must be below 1, a fraction of"),
     (dict(warmup_steps=2.5), "warmup_steps 2.5: must be below 1, a fraction of"),
     (dict(keep_best="loss"), "keep_best 'loss': must be a metric of evaluations, as val_loss"),
@@ -384,8 +383,6 @@ REJECTED = [
     (dict(head_dim=31), "head_dim 31: must be even"),
     (dict(stop=("9", "loss<3"), log_every=0), "a metric of training needs log_every above 0"),
     (dict(stop=("9", "soon")), "stop 'soon': must be 500 (steps in all), +100 (more steps)"),
-    (dict(lr_mult=("embed=fast",)), "lr_mult ('embed=fast',): must be NAME=NUMBER"),
-    (dict(decay_mult=("embed=-1",)), "decay_mult ('embed=-1',): must be NAME=NUMBER"),
     (dict(coordinator="a:1", n_processes=2, process_id=2),
      "process_id 2: must be below n_processes"),
     (dict(schedule="cosin"), "schedule 'cosin': unknown (nearest: cosine)"),
