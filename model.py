@@ -67,37 +67,41 @@ def param_table(cfg):
     out_spec = P(None, "tp", WEIGHT_AXES)  # to the residual, row-parallel: all-reduce over tp
 
     table = {
-        "embed": dict(shape=(V, D), spec=P("tp", WEIGHT_AXES), init=normal),
-        "layers.attn_norm": dict(shape=(L, D), spec=P(), init=ones),
-        "layers.wq": dict(shape=(L, D, N * H), spec=in_spec, init=normal),
-        "layers.wk": dict(shape=(L, D, K * H), spec=in_spec, init=normal),
-        "layers.wv": dict(shape=(L, D, K * H), spec=in_spec, init=normal),
-        "layers.wo": dict(shape=(L, N * H, D), spec=out_spec, init=attn_out),
-        "layers.mlp_norm": dict(shape=(L, D), spec=P(), init=ones),
-        "layers.w_gate": dict(shape=(L, D, F), spec=in_spec, init=normal),
-        "layers.w_up": dict(shape=(L, D, F), spec=in_spec, init=normal),
-        "layers.w_down": dict(shape=(L, F, D), spec=out_spec, init=mlp_out),
-        "final_norm": dict(shape=(D,), spec=P(), init=ones),
+        "embed": _row((V, D), P("tp", WEIGHT_AXES), normal),
+        "layers.attn_norm": _row((L, D), P(), ones),
+        "layers.wq": _row((L, D, N * H), in_spec, normal),
+        "layers.wk": _row((L, D, K * H), in_spec, normal),
+        "layers.wv": _row((L, D, K * H), in_spec, normal),
+        "layers.wo": _row((L, N * H, D), out_spec, attn_out),
+        "layers.mlp_norm": _row((L, D), P(), ones),
+        "layers.w_gate": _row((L, D, F), in_spec, normal),
+        "layers.w_up": _row((L, D, F), in_spec, normal),
+        "layers.w_down": _row((L, F, D), out_spec, mlp_out),
+        "final_norm": _row((D,), P(), ones),
     }
     # Experts: a router, and rows of the MLP with one more dim.
     if cfg.n_experts:
         table |= _expert_rows(table, cfg)
     if cfg.qk_norm and cfg.post_norm:
-        table["layers.q_norm"] = dict(shape=(L, N * H), spec=P(None, "tp"), init=ones)
-        table["layers.k_norm"] = dict(shape=(L, K * H), spec=P(None, "tp"), init=ones)
+        table["layers.q_norm"] = _row((L, N * H), P(None, "tp"), ones)
+        table["layers.k_norm"] = _row((L, K * H), P(None, "tp"), ones)
     elif cfg.qk_norm:
-        table["layers.q_norm"] = dict(shape=(L, H), spec=P(), init=ones)
-        table["layers.k_norm"] = dict(shape=(L, H), spec=P(), init=ones)
+        table["layers.q_norm"] = _row((L, H), P(), ones)
+        table["layers.k_norm"] = _row((L, H), P(), ones)
     if cfg.qkv_bias:
-        table["layers.bq"] = dict(shape=(L, N * H), spec=P(None, "tp"), init=zeros)
-        table["layers.bk"] = dict(shape=(L, K * H), spec=P(None, "tp"), init=zeros)
-        table["layers.bv"] = dict(shape=(L, K * H), spec=P(None, "tp"), init=zeros)
+        table["layers.bq"] = _row((L, N * H), P(None, "tp"), zeros)
+        table["layers.bk"] = _row((L, K * H), P(None, "tp"), zeros)
+        table["layers.bv"] = _row((L, K * H), P(None, "tp"), zeros)
     if not cfg.tie_embeddings:
-        table["unembed"] = dict(shape=(D, V), spec=P(WEIGHT_AXES, "tp"), init=normal)
+        table["unembed"] = _row((D, V), P(WEIGHT_AXES, "tp"), normal)
     # LoRA: two factors for each target.
     if cfg.lora_rank:
         table |= _lora_rows(table, cfg)
     return table
+
+
+def _row(shape, spec, init):
+    return {"shape": shape, "spec": spec, "init": init}
 
 
 def init(key, cfg, table=None):
@@ -1533,12 +1537,10 @@ def _lora_rows(table, cfg):
     for name in sorted(matching("lora_targets", cfg.lora_targets, weights)):
         *stack, n_in, n_out = table[name]["shape"]
         *stack_axes, in_axes, out_axes = table[name]["spec"]
-        rows[f"{name}.lora_a"] = dict(
-            shape=(*stack, n_in, r), spec=P(*stack_axes, in_axes, None),
-            init=("normal", n_in**-0.5))
-        rows[f"{name}.lora_b"] = dict(
-            shape=(*stack, r, n_out), spec=P(*stack_axes, None, out_axes),
-            init=("normal", 0.0))
+        rows[f"{name}.lora_a"] = _row(
+            (*stack, n_in, r), P(*stack_axes, in_axes, None), ("normal", n_in**-0.5))
+        rows[f"{name}.lora_b"] = _row(
+            (*stack, r, n_out), P(*stack_axes, None, out_axes), ("normal", 0.0))
     return rows
 
 
@@ -1583,10 +1585,10 @@ def _expert_rows(table, cfg):
     up_spec = P(None, "ep", ("fsdp", "sp"), "tp")
     down_spec = P(None, "ep", "tp", ("fsdp", "sp"))
     return {
-        "layers.w_gate": dict(shape=(L, E, D, F), spec=up_spec, init=up["init"]),
-        "layers.w_up": dict(shape=(L, E, D, F), spec=up_spec, init=up["init"]),
-        "layers.w_down": dict(shape=(L, E, F, D), spec=down_spec, init=down["init"]),
-        "layers.w_router": dict(shape=(L, D, E), spec=P(None, WEIGHT_AXES), init=up["init"]),
+        "layers.w_gate": _row((L, E, D, F), up_spec, up["init"]),
+        "layers.w_up": _row((L, E, D, F), up_spec, up["init"]),
+        "layers.w_down": _row((L, E, F, D), down_spec, down["init"]),
+        "layers.w_router": _row((L, D, E), P(None, WEIGHT_AXES), up["init"]),
     }
 
 
