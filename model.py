@@ -984,33 +984,8 @@ def _generate(params, tokens_BT, lengths_B, cfg, key, n_new):
 
 
 def prefill(params, batch, lengths_B, cache, cfg):
-    """Write the keys and values of a batch into the cache: (logits [B, V] after the first lengths_B
-    tokens of each row, cache).
-    """
-    x_BTD, unembed_DV, cache = _hidden_states_cached(params, batch, cfg, cache)
-    x_B1D = jnp.take_along_axis(x_BTD, lengths_B[:, None, None] - 1, axis=1)
-    return _logits(x_B1D, unembed_DV, cfg)[:, 0], cache
-
-
-def decode(params, logits_BV, cache, lengths_B, i, cfg, key):
-    """Draw token i after the first lengths_B of each row: (token_B, logits of the next one, cache).
-    """
-    token_B = _sample(logits_BV, jax.random.fold_in(key, i), cfg)
-    batch = {"tokens": token_B[:, None], "positions": (lengths_B + i)[:, None]}
-    logits_BV, cache = prefill(params, batch, jnp.ones_like(lengths_B), cache, cfg)
-    return token_B, logits_BV, cache
-
-
-def empty_cache(B, T, n_new, cfg):
-    """The keys "k" and values "v" [L, B, K, S, H] of all layers, before the first token."""
-    K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp"))  # kv heads as _to_head_sharding copies them
-    empty_LBKSH = jnp.zeros((cfg.n_layers, B, K, T + n_new, cfg.head_dim), _dtype(cfg))
-    return {"k": empty_LBKSH, "v": empty_LBKSH}
-
-
-def _hidden_states_cached(params, batch, cfg, cache):
-    """As hidden_states, but each token also sees the tokens in the cache: (x_BTD, unembed_DV, the
-    cache with the keys and values of batch at its positions).
+    """Write the keys and values of a batch into the cache at its positions: (logits [B, V] after
+    the first lengths_B tokens of each row, cache). Each token also sees the tokens in the cache.
     """
     params = _cast_params(params, cfg)
     attn_inputs = _attention_inputs(batch, cfg)
@@ -1034,7 +1009,24 @@ def _hidden_states_cached(params, batch, cfg, cache):
     x_BTD = _embed(params["embed"], batch["tokens"])
     x_BTD, cache = _scan_layers(layer, x_BTD, (_layer_weights(params), cache), cfg)
     x_BTD, unembed_DV = _head_inputs(x_BTD, params, cfg)
-    return x_BTD, unembed_DV, cache
+    x_B1D = jnp.take_along_axis(x_BTD, lengths_B[:, None, None] - 1, axis=1)
+    return _logits(x_B1D, unembed_DV, cfg)[:, 0], cache
+
+
+def decode(params, logits_BV, cache, lengths_B, i, cfg, key):
+    """Draw token i after the first lengths_B of each row: (token_B, logits of the next one, cache).
+    """
+    token_B = _sample(logits_BV, jax.random.fold_in(key, i), cfg)
+    batch = {"tokens": token_B[:, None], "positions": (lengths_B + i)[:, None]}
+    logits_BV, cache = prefill(params, batch, jnp.ones_like(lengths_B), cache, cfg)
+    return token_B, logits_BV, cache
+
+
+def empty_cache(B, T, n_new, cfg):
+    """The keys "k" and values "v" [L, B, K, S, H] of all layers, before the first token."""
+    K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp"))  # kv heads as _to_head_sharding copies them
+    empty_LBKSH = jnp.zeros((cfg.n_layers, B, K, T + n_new, cfg.head_dim), _dtype(cfg))
+    return {"k": empty_LBKSH, "v": empty_LBKSH}
 
 
 def _write(old_BKSH, new_BKTH, positions_BT):
