@@ -620,7 +620,6 @@ def check_shapes(table, mesh):
     return errors
 
 
-
 def _device_grid(devices, sizes, cfg):
     """Arrange devices, from cfg.slices slices, into an array of these sizes of the mesh axes."""
     slices = [getattr(device, "slice_index", None) or 0 for device in devices]  # of TPUs

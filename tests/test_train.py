@@ -2185,6 +2185,8 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
         "--decay_mult embed": "'embed' is not a number",
         "--optimizers embed=adamm": "optimizers 'embed=adamm': unknown (nearest: adamw",
         "--optimizer adam": "optimizer 'adam': unknown (nearest: adamw)",
+        "--vocab_size 255 --dp 1 --tp 2 --fsdp -1":
+            "embed (255, 32): dim 255 must be a multiple of the size of tp = 2",
         f"--data {tmp_path}/file": " tokens, and no sequence of 16",
         f"--data {tmp_path}/ids.bin": "token id 999 is not in [0, 256)",
         f"--data {'x' * 300}": "no such file",
