@@ -2594,7 +2594,8 @@ def load_run(cfg, task=TEXT, hooks=()):
 def find_saved(cfg, task, hooks, is_given=False):
     """Find the parameters that a mode without a loop uses: (setup, start of load_start). If the
     caller gave none, they are those of the checkpoint of cfg.out_dir that cfg.checkpoint names, or
-    those of cfg.init_from.
+    those of cfg.init_from. start has the keys of choose_start that load_start reads: where the
+    checkpoint is, and from which sources the parameters come that it lacks.
     """
     setup = setup_run(cfg, task, hooks=hooks)
     cfg, root = setup["cfg"], setup["root"]
@@ -2694,8 +2695,8 @@ def print_estimate(setup, cost):
 
 
 def memory_advice(setup, measure=True):
-    """Flags with which a run may fit, those that cost the least time first. measure: compile to
-    find out which of them are enough.
+    """Flags with which a run may fit, as a text, those that cost the least time first. measure:
+    compile the run with more and more of them until it fits, and name only those, with the GiB.
     """
     cfg, mesh, task = setup["cfg"], setup["mesh"], setup["task"]
     flags = steplib.memory_flags(cfg, mesh, task["memory_flags"](mesh.shape["sp"], cfg))
