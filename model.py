@@ -1945,9 +1945,6 @@ def split_fused(tensors, cfg):
         for name in HF_FUSED[kind]:
             start = end
             end += table[name]["shape"][-1]
-            if "experts" not in kind:
-                found[hf_names[name].format(layer)] = x[start:end]
-                continue
-            for expert in range(cfg.n_experts):
-                found[hf_names[name].format(layer, expert)] = x[expert, start:end]
+            for index in np.ndindex(*x.shape[:-2]):  # of an expert; () without experts
+                found[hf_names[name].format(layer, *index)] = x[index][start:end]
     return found

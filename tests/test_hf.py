@@ -175,7 +175,7 @@ def test_fused_experts_are_read(name, tmp_path):
     """A file of transformers 5 with one tensor for all experts of a layer gives the parameters of
     one that has a tensor for each expert.
 
-    Break: model.py: = x[expert, start:end] => = x[0, start:end]
+    Break: model.py: x[index][start:end] => x[(0,) * len(index)][start:end]
     """
     make_hf_model(name, tmp_path / "plain")
     make_hf_model(name, tmp_path / "fused", save_original_format=False)
@@ -191,8 +191,7 @@ def test_phi_3_is_read_and_exported_as_mistral(tmp_path):
     """Its files have one tensor for the three projections of attention, and one for two of the MLP.
     The logits are those of transformers, also of the export.
 
-    Break: model.py: found[hf_names[name].format(layer)] = x[start:end] =>
-    found[hf_names[name].format(layer)] = x[:end - start]
+    Break: model.py: x[index][start:end] => x[index][:end - start]
     """
     _, transformers = torch_and_transformers()
     hf_model = make_hf_model("phi3", tmp_path / "hf")
