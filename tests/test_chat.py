@@ -50,10 +50,8 @@ def read_until(process, end, timeout_s=200):
 
 @pytest.mark.slow
 def test_a_conversation_in_the_terminal(tiny, tmp_path):
-    """A model tuned on a few chats answers two questions as mode sample answers the whole
-    conversation so far, and each answer ends with its turn. A conversation longer than the texts of
-    the training is named with its length. Ctrl-C stops an answer that has no end, /reset forgets,
-    Ctrl-C at the prompt prints the keys, and Ctrl-D ends with code 0.
+    """A tuned model answers as mode sample does; Ctrl-C stops an answer, /reset forgets, Ctrl-D
+    ends.
 
     Break: tests/recipes/chat.py: "content": answer}) => "content": ""})
     """

@@ -18,8 +18,7 @@ import train
 # ---- real runs
 
 def test_runs_that_train_stop_resume_and_fail(tiny, tmp_path, capsys):
-    """The table of runs of train.py, while they run and afterwards: state, steps, best and last
-    loss, and the time of all launches are those of the summary and the log.
+    """The table has the state, steps, losses and times of real runs, while they run and afterwards.
 
     Break: tests/compare.py: fcntl.LOCK_SH | fcntl.LOCK_NB => fcntl.LOCK_UN
     """
@@ -120,8 +119,8 @@ def test_states(tmp_path, rows, state, reason):
 
 
 def test_losses_that_are_not_finite_and_rows_that_do_not_count(tmp_path, capsys):
-    """A loss that is null or NaN is never the best one, and a run without any other comes last. A
-    line that is being written and rows that a person added do not count.
+    """A loss that is not finite is never the best, and rows of a person or half a line do not
+    count.
 
     Break: tests/compare.py: if row[by] is not None] => if row["step"] > 0]
     """
@@ -145,8 +144,7 @@ def test_losses_that_are_not_finite_and_rows_that_do_not_count(tmp_path, capsys)
 
 
 def test_the_training_loss_is_a_mean_by_labels(tmp_path):
-    """The mean over the last ten log rows weighs each row by its labels; a row without a label does
-    not count, although its loss is null. The speed is their median.
+    """The mean over the last ten log rows weighs each by its labels; the speed is their median.
 
     Break: tests/compare.py: statistics.fmean(values, weights) => statistics.fmean(values)
     """
@@ -162,8 +160,7 @@ def test_the_training_loss_is_a_mean_by_labels(tmp_path):
 
 
 def test_only_fields_that_differ(tmp_path):
-    """Fields that differ have a column, also where an old config lacks them; folders and fields of
-    one launch have none.
+    """Fields that differ have a column, also where an old config lacks them.
 
     Break: tests/compare.py: HIDDEN_FIELDS = {*config.LAUNCH_FIELDS, => HIDDEN_FIELDS = {
     """
@@ -185,8 +182,7 @@ def test_only_fields_that_differ(tmp_path):
 
 
 def test_the_table_fits_the_terminal(tmp_path, monkeypatch, capsys):
-    """Five runs with long names and values fit into 120 columns, aligned. In 60 columns the names
-    and the best losses are left, and the columns without room are named.
+    """Five runs with long names fit into 120 and 60 columns; columns without room are named.
 
     Break: tests/compare.py: for column in kept) - 2 > width => for column in kept) > 2 * width
     """
@@ -209,8 +205,7 @@ def test_the_table_fits_the_terminal(tmp_path, monkeypatch, capsys):
 
 
 def test_csv_has_everything_uncut(tmp_path):
-    """The CSV file has one row per run, with all fields that differ, and each validation set at the
-    best step.
+    """The CSV file has all fields that differ and each validation set at the best step.
 
     Break: tests/compare.py: rows.append(row | reached | run["named"]) =>
     rows.append(row | reached)
@@ -231,8 +226,7 @@ def test_csv_has_everything_uncut(tmp_path):
 
 
 def test_sort_by_another_metric(tmp_path, capsys):
-    """--by sorts by any metric, from the side that > or < says is better. An unknown metric, a bad
-    --by and no run are errors with exit code 2.
+    """--by sorts by any metric; a bad --by and no run are errors with exit code 2.
 
     Break: tests/compare.py: direction = -1 if sign == ">" else 1 => direction = 1
     """
@@ -264,8 +258,7 @@ def drawn(runs, path):
 
 
 def test_curves_are_those_of_the_logs(tmp_path):
-    """The picture has each evaluation over steps, tokens and wall time. Its range shows the ends of
-    the curves, and neither their first steps nor a run that diverged.
+    """The picture has each evaluation over steps, tokens and time; its range shows the ends.
 
     Break: tests/compare.py: if value <= top + 3 * (usual - top)) => if value < 1e9)
     """
@@ -291,8 +284,7 @@ def test_curves_are_those_of_the_logs(tmp_path):
 
 
 def test_many_runs_have_a_short_legend(tmp_path):
-    """Of thirty runs the best ten have a colour each; the others are grey and share one line of
-    the legend.
+    """Of thirty runs the best ten have a colour each; the others are grey and share a line.
 
     Break: tests/compare.py: elif i == N_COLOURED: => elif i >= N_COLOURED:
     """
@@ -321,8 +313,7 @@ def test_smoothing_agrees_with_a_loop():
 
 
 def test_without_matplotlib(tmp_path, monkeypatch, capsys):
-    """Without matplotlib the table is printed, with a sentence on the curves. A picture that was
-    asked for is an error.
+    """Without matplotlib the table is printed; a picture that was asked for is an error.
 
     Break: tests/compare.py: if png_path and not can_draw: => if png_path == 0:
     """

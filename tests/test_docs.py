@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ import plan
 import step
 import train
 from conftest import CACHE_DIR, ROOT
+from test_data import chat_folder
 
 sys.path.insert(0, str(ROOT / "tests/recipes"))
 import clicks
@@ -87,10 +89,6 @@ SKIPPED = {
 # The package that only the extra of a requirement installs.
 EXTRAS = {"jax[tpu]": "libtpu", "jax[cuda12]": "jax-cuda12-plugin", "ray[tune]": "ray",
           "lm_eval[hf]": "lm_eval"}
-
-CHAT_TEMPLATE = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}\
-{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}\
-{% endif %}"""
 
 
 # ---- reading the documents
@@ -258,21 +256,21 @@ def write_folders(folder, text):
 
 
 # A call of train.py alone, in which only words in single quotes have characters that a shell reads.
-PLAIN_CALL = re.compile(r"python train\.py((?: +(?:'[^']*'|[\w./:,=+%@-]+)+)*)")
+# A call of one script alone, in which only words in single quotes have characters that a shell
+# reads. chat.py reads a terminal.
+PLAIN_CALL = re.compile(r"python (train\.py|tests/recipes/(?!chat)\w+\.py)"
+                        r"((?: +(?:'[^']*'|[\w./:,=+%@-])+)*)")
 
 
 def run_shell(folder, command):
-    """Run a command as a user's shell does, with caches beside the folder. A plain call of train.py
-    runs in this process, which saves seconds; the hooks of a user's own file may change train.py.
+    """Run a command as a user's shell does, with caches beside the folder. A plain call runs in
+    this process, which saves the seconds in which JAX is imported.
     """
     env = {"HOME": str(folder.parent / "home"), "PYTHONDONTWRITEBYTECODE": "1",
            "XLA_FLAGS": re.sub(r"--xla_force_host\S+", "", os.environ["XLA_FLAGS"])}
     call = PLAIN_CALL.fullmatch(command)
-    if call and not re.search("--help|--hooks my_", command):
-        with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
-            patch.setenv("HOME", env["HOME"])
-            patch.setattr(sys, "path", [*sys.path])
-            assert train.cli(shlex.split(call[1])) == 0, command
+    if call and "--help" not in command:
+        run_here(folder, env["HOME"], call[1], shlex.split(call[2]))
         return
     env["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     run = subprocess.run(["bash", "-c", command], cwd=folder, env=os.environ | env, text=True,
@@ -281,25 +279,26 @@ def run_shell(folder, command):
     assert run.returncode == 0, f"{command}\nexit code {run.returncode}\n{run.stdout[-3000:]}"
 
 
-def write_tokenizer(folder):
-    """Save a small tokenizer with a chat template."""
-    from tokenizers import ByteLevelBPETokenizer
-    tokenizer = ByteLevelBPETokenizer()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer.train([str(ROOT / "config.py")], 300, special_tokens=special)
-    folder.mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
-        "chat_template": CHAT_TEMPLATE}))
-
-
-def write_chats(folder):
-    """Make small files of conversations under the names that the documents use."""
-    chats = [{"messages": [{"role": "user", "content": f"What is {i} + 1?"},
-                           {"role": "assistant", "content": f"{i + 1}"}]} for i in range(400)]
-    for name in ("chats.jsonl", "val.jsonl"):
-        (folder / name).write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+def run_here(folder, home, script, flags):
+    """Run a script in this process. Hooks may add to tables of train.py, which are restored."""
+    tables = [(table, dict(table)) for table in (step.SCHEDULES, train.TRACKERS)]
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", home)
+        patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(sys, "argv", [script, *flags])
+        try:
+            code = 0
+            if script == "train.py":
+                code = train.cli(flags)
+            else:
+                runpy.run_path(script, run_name="__main__")
+        except SystemExit as e:
+            code = e.code
+        finally:
+            for table, before in tables:
+                table.clear()
+                table.update(before)
+    assert not code, (script, flags)
 
 
 @pytest.fixture(scope="session")
@@ -321,9 +320,11 @@ def filled(tmp_path_factory):
                             ignore=shutil.ignore_patterns("__pycache__", "test_*", "*.png"))
             (shared / "home/.cache").mkdir(parents=True)
             (shared / "home/.cache/sixfile").symlink_to(CACHE_DIR)
-            write_chats(new)
-            write_tokenizer(new / "tokenizer")
-            shutil.copy(new / "tokenizer/tokenizer.json", new)
+            chat_folder(new / "tokenizer")
+            chat = {"messages": [{"role": "user", "content": "What is 1 + 2?"},
+                                 {"role": "assistant", "content": "3"}]}
+            for name in ("chats.jsonl", "val.jsonl"):
+                (new / name).write_text(400 * (json.dumps(chat) + "\n"))
             for document in DOCUMENTS:
                 for name, text in python_files(document).items():
                     (new / name).write_text(text)
@@ -356,7 +357,8 @@ def test_a_command_runs(command, project):
 
 
 def test_each_command_is_legal(tmp_path, monkeypatch):
-    """The flags of each command parse, and their values are legal on some number of devices.
+    """The flags of each command parse, and are legal on some number of devices; runs of the day in
+    the guide have the names that it prints.
 
     Break: tests/COMMANDS.md: --packing best_fit --seq_len => --packing best --seq_len
     """
@@ -374,13 +376,17 @@ def test_each_command_is_legal(tmp_path, monkeypatch):
         config.validate(cfg, math.prod(sizes), (), errors)
         n_parsed += 1
     assert n_parsed > 30
+    calls = re.findall(r"^\$ python train\.py (.*)\nrun ([^\n,]*(?:,\w+=[^\n,]*)?)",
+                       read("tests/GUIDE.md"), re.M)
+    assert len(calls) == 7
+    for flags, folder in calls:
+        assert config.parse(shlex.split(flags)).out_dir == folder, flags
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", python_files("tests/GUIDE.md"))
 def test_python_of_the_guide_runs(name, project, monkeypatch, capsys):
-    """Each block of Python in the guide runs as it stands, and prints something. A file of hooks
-    prints nothing: its command runs it.
+    """Each block of Python in the guide runs as it stands, and prints something or is a hook.
 
     Break: tests/GUIDE.md: params = train.load_run(saved) => params = train.load_run("out/default")
     """
@@ -407,15 +413,6 @@ def test_the_hook_of_the_readme():
     assert row["bits"] == pytest.approx(3 / math.log(2), rel=1e-3) and "stop" not in row
 
 
-def test_the_setup_block_has_two_commands():
-    """The README has one block `sh setup`, with the two commands that .ci/run runs.
-
-    Break: README.md: ```sh setup => ```sh
-    """
-    blocks = [text for info, text in fences("README.md") if info == "sh setup"]
-    assert [len(text.splitlines()) for text in blocks] == [2], "README.md: edit this block"
-
-
 def test_flags_exist():
     """Each --flag in the documents is a field of a config, or an option of a tool.
 
@@ -433,21 +430,9 @@ def test_flags_exist():
     assert not unknown, "edit these flags in the documents:\n" + "\n".join(unknown)
 
 
-def test_the_day_in_the_guide_has_the_names_that_runs_get(tmp_path, monkeypatch):
-    """Each call of train.py there parses, and its next line names the folder that the run has.
-
-    Break: tests/GUIDE.md: run out/schedule=wsd@200,decay => run out/schedule=wsd@200,dec
-    """
-    monkeypatch.chdir(tmp_path)
-    calls = re.findall(r"^\$ python train\.py (.*)\nrun ([^\n,]*(?:,\w+=[^\n,]*)?)",
-                       read("tests/GUIDE.md"), re.M)
-    assert len(calls) == 7
-    for flags, folder in calls:
-        assert config.parse(shlex.split(flags)).out_dir == folder, flags
-
-
-def test_paths_exist():
-    """Each file that the documents link or name exists, and each heading that they link.
+def test_names_exist():
+    """Each file that the documents link or name exists, each heading that they link, and each
+    function and table that the README says to edit.
 
     Break: README.md: (tests/GUIDE.md#hooks) => (tests/GUIDE.md#a-hook)
     """
@@ -456,10 +441,8 @@ def test_paths_exist():
         written = python_files(document)
         for span in code_spans(document):
             is_path = re.fullmatch(r"(tests/)?(recipes/)?\w+\.(py|md|txt|yaml)", span)
-            if not is_path:
-                continue
             places = (ROOT / span, ROOT / "tests" / span, ROOT / "tests/recipes" / span)
-            if span not in written and not any(path.exists() for path in places):
+            if is_path and span not in written and not any(path.exists() for path in places):
                 missing.append(f"{document}: {span}")
         for path, heading in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", read(document)):
             target = (ROOT / document).parent / path if path else ROOT / document
@@ -469,46 +452,34 @@ def test_paths_exist():
                 titles = re.findall(r"^#+ (.*)", target.read_text(), re.M)
                 if heading not in map(anchor, titles):
                     missing.append(f"{document}: {path}#{heading}")
-    assert not missing, "\n".join(missing)
-
-
-def test_names_to_change_exist():
-    """Each function and table that the README says to edit is in a file that its row names.
-
-    Break: README.md: add a row to `SCHEDULES` => add a row to `SCHEDULE`
-    """
-    missing = []
     for row in section("README.md", "## How to change it").splitlines():
         spans = re.findall(r"`([^`]+)`", row)
         sources = [read(span) for span in spans if span.endswith(".py")]
         for name in spans:
             is_name = re.fullmatch(r"[A-Za-z_]\w*", name)
             if is_name and not any(re.search(rf"\b{name}\b", source) for source in sources):
-                missing.append(name)
-    assert not missing, f"README.md, 'How to change it': edit the rows with {missing}"
+                missing.append(f"README.md, 'How to change it': edit the rows with {name}")
+    assert not missing, "\n".join(missing)
 
 
-def test_presets_are_those_of_the_config():
-    """COMMANDS.md lists each preset.
+def test_lists_are_those_of_the_code():
+    """COMMANDS.md lists each preset, the guide each key of a task; no two commands share a folder.
 
-    Break: tests/COMMANDS.md: `llama-70b`, => `llama-7b`,
+    Break: tests/GUIDE.md: | `memory_flags` | => | `memory_savers` |
     """
     row, = re.findall(r"^\| use a preset: (.*?) \|", read("tests/COMMANDS.md"), re.M)
     presets = [*config.PRESETS]
     assert re.findall(r"`(.*?)`", row) == presets, f"COMMANDS.md, 'use a preset': list {presets}"
-
-
-def test_keys_of_a_task_are_those_of_the_code():
-    """The guide has a row for each required and each optional key.
-
-    Break: tests/GUIDE.md: | `memory_flags` | => | `memory_savers` |
-    """
     required = first_column(section("tests/GUIDE.md", "### Required keys"))
     optional = first_column(section("tests/GUIDE.md", "### Optional keys"))
     advice = "GUIDE.md, 'Write your own task': edit the tables of keys"
     assert required == [*train.REQUIRED_TASK_KEYS], advice
     assert sorted(optional) == sorted({*train.TASK_DEFAULTS, "init"}), advice
     assert {*required, *optional} == {*train.TEXT}
+    folders = [path for command in COMMANDS for path in outputs_of(command)]
+    assert len(folders) > 20
+    shared = {path for path in folders if folders.count(path) > 1}
+    assert not shared, f"give the commands other --out_dir than {shared}"
 
 
 def test_events_of_a_run_are_in_the_guide(tiny):
@@ -523,14 +494,3 @@ def test_events_of_a_run_are_in_the_guide(tiny):
     assert len(listed) == len({*listed}) and len(seen) >= 14
     missing = sorted(seen - {*listed})
     assert not missing, f"GUIDE.md, 'Hooks': add rows for the events {missing}"
-
-
-def test_no_two_commands_share_a_folder():
-    """Each `out/NAME` is the --out_dir of one command, so that all of them can be pasted.
-
-    Break: tests/COMMANDS.md: --out_dir out/adamw => --out_dir out/groups
-    """
-    folders = [path for command in COMMANDS for path in outputs_of(command)]
-    assert len(folders) > 20
-    shared = {path for path in folders if folders.count(path) > 1}
-    assert not shared, f"give the commands other --out_dir than {shared}"

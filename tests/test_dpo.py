@@ -77,9 +77,7 @@ def log_softmax_64(logits):
 
 @pytest.mark.parametrize("n_tiles", [1, 4])
 def test_loss_and_gradient(n_tiles):
-    """Loss, metrics and gradients equal NumPy's in float64, computed from the logits of `forward`.
-    The gradient with respect to log-probabilities also equals finite differences. Log-probabilities
-    near -40 are sums in float32, so tolerances are 1e-5, for gradients relative to the largest.
+    """Loss, metrics and gradients equal NumPy's in float64 and finite differences, to 1e-5.
 
     Break: tests/recipes/dpo.py: -jax.nn.log_sigmoid(margin_B) => jax.nn.softplus(margin_B)
     """
@@ -125,8 +123,7 @@ def test_loss_and_gradient(n_tiles):
 
 @pytest.mark.slow
 def test_log_probs_over_a_mesh():
-    """Over dp, fsdp, tp and sp, in tiles, log-probabilities and the gradient of their squares equal
-    those of one device, to 1e-5 of the largest.
+    """Over a mesh and in tiles, log-probabilities and a gradient equal those of one device.
 
     Break: model.py: return jnp.moveaxis(tiles, 0, 2).reshape(B, n * t, *rest) =>
     return jnp.moveaxis(tiles, 0, 1).reshape(B, n * t, *rest)
@@ -157,9 +154,8 @@ def test_log_probs_over_a_mesh():
 
 
 def test_rows(tmp_path, capsys):
-    """Rows of 7 bytes equal those written by hand. Labels are the answer and its end. A long prompt
-    loses its beginning, equally for both answers. A long answer keeps 7 bytes, and its prompt the
-    last byte. Dots are ends and padding, dashes are ignored labels.
+    """Rows of 7 bytes equal those written by hand; dots are ends and padding, dashes ignored
+    labels.
 
     Break: tests/recipes/dpo.py: [longest - T - 1:] => [longest - T:]
     """
@@ -190,8 +186,7 @@ PROMPT = [{"role": "user", "content": "low"}, {"role": "assistant", "content": "
 
 
 def test_rows_of_messages(tmp_path):
-    """A pair may be two conversations, with the prompt apart or within. Labels are the answers of
-    the assistant after the prompt, each with its end.
+    """A pair may be two conversations; labels are the answers after the prompt, each with its end.
 
     Break: tests/recipes/dpo.py: common = prompt + common => pass
     """
@@ -219,18 +214,9 @@ def test_rows_of_messages(tmp_path):
     batch = dpo.build_batch(pairs, np.zeros((len(rows), 2), np.float32), 200, [0])
     labels = batch["labels"][0, 1]
     assert decode(labels[labels != model.IGNORE]) == "lowest<|im_end|>low<|im_end|>"
-
-
-def test_conversations_without_a_difference(tmp_path):
-    """Two equal conversations are no pair: an error names the line.
-
-    Break: tests/recipes/dpo.py: if not is_label.any(): => if False:
-    """
-    path = write_rows(tmp_path / "pairs.jsonl", [
-        {"chosen": PROMPT + CHOSEN, "rejected": PROMPT + CHOSEN}])
-    cfg = dpo.DpoConfig(tokenizer=chat_tokenizer(tmp_path / "t")["name"])
+    write_rows(path, [{"chosen": PROMPT + CHOSEN, "rejected": PROMPT + CHOSEN}])
     with pytest.raises(ValueError, match="line 1: chosen has no label: it needs"):
-        dpo.read_pairs((str(path),), cfg)
+        dpo.read_pairs((str(path),), dpo.DpoConfig(tokenizer=tokenizer["name"]))
 
 
 @pytest.mark.parametrize("line, error", [
@@ -244,7 +230,7 @@ def test_conversations_without_a_difference(tmp_path):
     ('["a", "b", "c"]', "prompt is None; must be a text"),
 ])
 def test_a_malformed_pair_is_rejected(line, error, tiny, tmp_path, capsys):
-    """The error names the file, the line and the rule. The exit code is 2, and nothing is written.
+    """The error names file, line and rule; the exit code is 2, and nothing is written.
 
     Break: tests/recipes/dpo.py: if not isinstance(value, str | list) or not value: =>
     if not isinstance(value, str | list):
@@ -268,6 +254,7 @@ def test_a_malformed_pair_is_rejected(line, error, tiny, tmp_path, capsys):
     ("--data {pairs} --init_from base --z_loss 0.1", "z_loss: has no effect on pairs"),
     ("--data {pairs} --init_from base --vocab_size 90", "token id 97 is not in [0, 90)"),
     ("--data {pairs} --init_from base --beta 0", "beta 0.0: must be above 0"),
+    ("--data {pairs} --init_from base --val_data {pairs}", "is in both data and val_data"),
 ])
 def test_a_bad_flag_is_rejected(flags, error, tiny, tmp_path, capsys):
     """The exit code is 2, before anything is compiled.
@@ -283,20 +270,9 @@ def test_a_bad_flag_is_rejected(flags, error, tiny, tmp_path, capsys):
     assert not ckpt.steps(out / "ckpt")
 
 
-def test_training_and_validation_pairs_are_different_files(tiny, tmp_path):
-    """A file in both is rejected.
-
-    Break: tests/recipes/dpo.py: data.check_disjoint({"data": cfg.data, => dict({"data": cfg.data,
-    """
-    pairs = str(write_pairs(tmp_path / "pairs.jsonl", [("a", "b", "c"), ("d", "e", "f")]))
-    with pytest.raises(ValueError, match="is in both data and val_data"):
-        dpo.open_pairs(("train", "val"), tiny(data=(pairs,), val_data=(pairs,)))
-
-
 @pytest.mark.slow
 def test_a_preference_is_learnt(tiny, tmp_path):
-    """The base run prefers the chosen answer in about half of 200 validation pairs. The tuned run
-    prefers it in more than 95%.
+    """The base run prefers half of 200 chosen answers, the tuned run more than 95%.
 
     Break: tests/recipes/dpo.py: margin_B = chosen_B - rejected_B =>
     margin_B = rejected_B - chosen_B
@@ -322,10 +298,8 @@ def train_dpo(cfg, kill_step=0):
 
 @pytest.mark.slow
 def test_killed_and_resumed_equals_straight_and_another_mesh_agrees(tiny, tmp_path):
-    """A run that is killed and resumed is bit-identical over 8 devices, although the base run has
-    trained further in between: the reference of the first launch was saved. Without the saved
-    reference, a resume is rejected. With split sequences and tiles, and evaluation batches of
-    another size, losses and rewards equal those with tensor parallelism and microbatches to 1e-4.
+    """A killed run resumes bit-exactly though its base run changed, and another mesh agrees to
+    1e-4.
 
     Break: tests/recipes/dpo.py: if is_known and saved.startswith( =>
     if False and saved.startswith(

@@ -22,9 +22,7 @@ import train
 
 
 def test_entries_with_names_become_sets(tmp_path, monkeypatch):
-    """Entries with the same name are one set. A path that exists, or a glob that matches one, is a
-    path although it contains "=". If only some entries have a name, the error shows one with and
-    one without.
+    """Entries with the same name are one set; an existing path with "=" is a path.
 
     Break: data.py: if named and not _is_path(text) else => if named else
     """
@@ -46,9 +44,7 @@ def test_entries_with_names_become_sets(tmp_path, monkeypatch):
 @pytest.mark.parametrize("changes", [
     dict(packing="best_fit"), dict(data=("text.txt=1", "more.txt=1"))], ids=str)
 def test_sets_with_names_have_the_sequences_of_their_files(changes, tiny, tmp_path, monkeypatch):
-    """Each set has the batches of its files as the only validation data, with every packing and
-    with a mixture, from text and from token files. A file may not be in two sets, nor
-    in a set and in the training data.
+    """Each set has the batches of its files alone; a file may not be in two sets.
 
     Break: data.py: dataset = open_files(files, field= => dataset = open_files(files[:1], field=
     """
@@ -105,11 +101,8 @@ UNIGRAM = train.TEXT | {
 
 @pytest.mark.parametrize("size, accum", [(0, 2), (24, 2)])
 def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
-    """Loss, accuracy and the number of labels of each set, and of all sets, which
-    have different sizes, are those that float64 NumPy computes of the bytes of the files, one set
-    after the other and concatenated; with batches of training, in microbatches, and with larger
-    ones. --eval_batches counts batches of that size in each set. The screen has a line for all and
-    for each, and ends with JSON.
+    """Loss, accuracy and labels of each set and of all are those of float64 NumPy, with batches of
+    training or larger ones; the screen has a line for each, and JSON.
 
     Break: train.py: sums = jax.tree.map(lambda *values: sum(values), *sums_of.values()) =>
     sums = jax.tree.map(lambda *values: max(values), *sums_of.values())
@@ -159,8 +152,7 @@ def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
 
 
 def test_an_evaluation_batch_must_fit_the_mesh_and_keeps_the_divisor_of_a_sequence():
-    """--eval_batch_size must be a multiple of the devices that split rows, whatever the number of
-    microbatches. With loss_norm constant, each sequence counts as in training.
+    """--eval_batch_size must fit the devices; each sequence counts as in training.
 
     Break: config.py: loss_divisor=cfg.loss_divisor * size / cfg.batch_size) =>
     loss_divisor=cfg.loss_divisor)
@@ -178,9 +170,7 @@ def test_an_evaluation_batch_must_fit_the_mesh_and_keeps_the_divisor_of_a_sequen
 
 
 def test_the_memory_of_an_evaluation_is_that_of_its_batches(tiny, monkeypatch):
-    """The estimate of an evaluation counts batches of --eval_batch_size, as that of a run with this
-    batch size. Where they do not fit, the advice is to evaluate with the batches of training. The
-    config of an evaluation has the number of steps that epochs determine after the setup.
+    """The estimate counts batches of --eval_batch_size, and the advice is the batches of training.
 
     Break: train.py: flags.insert(0, {"eval_batch_size": 0}) => pass
     """
@@ -202,8 +192,7 @@ def test_the_memory_of_an_evaluation_is_that_of_its_batches(tiny, monkeypatch):
 
 
 def test_a_long_evaluation_has_a_progress_bar_on_a_terminal(monkeypatch, capsys):
-    """The bar appears on a terminal once LONG_EVAL_S are over, and is gone afterwards. Nothing is
-    printed elsewhere, nor in a short evaluation.
+    """The bar appears on a terminal after LONG_EVAL_S, and is gone afterwards.
 
     Break: train.py: delay=LONG_EVAL_S, leave=False, => delay=LONG_EVAL_S, leave=True,
     """
@@ -224,8 +213,8 @@ def test_a_long_evaluation_has_a_progress_bar_on_a_terminal(monkeypatch, capsys)
 
 
 def test_the_end_of_a_run_has_the_best_validation_loss_of_all_launches(tiny, capsys):
-    """The first of equal losses is the best, and one that is not finite never is. A resumed run
-    knows those of earlier launches. The last lines and the row "end" have it.
+    """The first of equal losses is the best, also over launches, and one that is not finite never
+    is.
 
     Break: train.py: if saved["validation"] == validation or not name => if not name
     """

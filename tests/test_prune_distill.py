@@ -52,10 +52,8 @@ def pruned_by_numpy(new, old, step, sparsity, first, last, every):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pruning_is_that_of_numpy(dtype):
-    """A stack of matrices and one matrix, over 8 devices, get random values at each of 12 steps.
-    After each step exactly the smallest weights of each matrix are zero, and stay zero. Among equal
-    weights, of which bfloat16 has many, the first are zero. All other parameters are not changed.
-    One program is compiled.
+    """After each of 12 steps over 8 devices exactly the smallest weights of each matrix are zero,
+    and stay zero, as in NumPy.
 
     Break: tests/recipes/prune.py: jnp.where(was_pruned, 0, new["params"][name]) =>
     new["params"][name]
@@ -100,9 +98,8 @@ def train_pruned(cfg, kill_step=None):
 
 @pytest.mark.slow
 def test_a_pruned_run_resumes_bit_exactly(tiny):
-    """Over 8 devices, a weight that is zero stays zero. The last state and its checkpoint have the
-    final sparsity. A run that is killed between two prunings and resumed is bit-identical to a run
-    that was not killed. Every log row has the sparsity.
+    """A run killed between two prunings resumes bit-exactly; zeros stay, and rows have the
+    sparsity.
 
     Break: tests/recipes/prune.py: (state["step"] > first) => (state["step"] % 4 != 0)
     """
@@ -139,8 +136,7 @@ def test_illegal_arguments_of_prune_to_are_rejected(tiny, changes, words):
 
 
 def test_distillation_is_that_of_numpy():
-    """Sums equal NumPy's in float64. The gradient is (1-a)(q1 - y) + a T (qT - pT). A position that
-    has no label does not count.
+    """Sums and the gradient (1-a)(q1 - y) + a T (qT - pT) equal NumPy's in float64.
 
     Break: tests/recipes/distill.py: weight * temperature**2 * kl_BT => weight * temperature * kl_BT
     """
@@ -191,9 +187,8 @@ def train_student(cfg, kill_step=None):
 
 @pytest.mark.slow
 def test_a_student_resumes_bit_exactly_and_its_teacher_does_not_change(tiny):
-    """Over 8 devices, the teacher's weights are sharded, equal those of its checkpoint at the end,
-    have no moments, and are not in the student's checkpoints. A student that is killed and resumed
-    is bit-identical. The KL of the first row equals that of two forward passes, in NumPy.
+    """A killed student resumes bit-exactly; the teacher is sharded, untrained and not saved, and
+    the KL is NumPy's.
 
     Break: tests/recipes/distill.py: "init": ("constant", 0.0), "trained": False =>
     "init": ("constant", 0.0), "trained": True
@@ -238,8 +233,8 @@ def test_a_student_resumes_bit_exactly_and_its_teacher_does_not_change(tiny):
 
 @pytest.mark.slow
 def test_an_unsuitable_teacher_is_rejected(tiny, tmp_path):
-    """Rejected are a folder without a run, a teacher with another vocabulary or tokenizer, one that
-    lacks weights, and losses that distillation does not have.
+    """A teacher that is missing, incomplete or of another vocabulary, and losses that distillation
+    lacks, are rejected.
 
     Break: tests/recipes/distill.py: for name in ("tokenizer", "vocab_size") => for name in ()
     """
