@@ -10,6 +10,7 @@ lists the checkpoints and decides which is the newest.
 """
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -311,14 +312,11 @@ def _chunk_shape(shape, n_elements):
 
 
 def _file_slices(shape, file):
-    """Yield for each file of an array a tuple of slices: the part of the array in that file."""
-    if not shape:
-        yield ()
-        return
-    for start in range(0, shape[0], file[0]):
-        stop = min(start + file[0], shape[0])
-        for others in _file_slices(shape[1:], file[1:]):
-            yield (slice(start, stop), *others)
+    """The part of an array in each of its files: tuples of slices."""
+    slices = []
+    for size, n in zip(shape, file):
+        slices.append([slice(start, min(start + n, size)) for start in range(0, size, n)])
+    return itertools.product(*slices)
 
 
 # ---- copies of arrays
