@@ -108,9 +108,8 @@ class Config:
     # attend only within the token's own document, with positions from its start; best_fit and none
     # always do
     document_mask: bool = False
-    # which part to keep of a document that is longer than a sequence, unless packing is stream;
-    # drop: skip the document; error: raise an error
-    truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
+    # which part to keep of a document that is longer than a sequence, unless packing is stream
+    truncation: Literal["keep_start", "keep_end"] = "keep_start"
     # side on which sequences are padded, unless packing is stream
     padding_side: Literal["right", "left"] = "right"
     overfit_batch: bool = False  # train on batch 0 alone, to check that the model can learn it

@@ -6,7 +6,6 @@ malformed files and ids beyond the vocabulary. Invariant: `batch_at(dataset, ste
 its arguments alone, without iterator state.
 """
 import contextlib
-import csv
 import fcntl
 import glob
 import gzip
@@ -364,9 +363,6 @@ def file_opener(cfg, tokenizer):
 
 def _make_source(dataset, build_batch, cfg, tokenizer):
     """Make the source of a dataset. build_batch: batch_at or eval_batch_at."""
-    # Optional: tokens that are not labels.
-    if build_batch is eval_batch_at and any("ignored" in shard for shard in dataset["shards"]):
-        _check_eval_labels(dataset, cfg)
     return {
         "n": dataset["n"],
         "batch": lambda step, rows, batch_size=cfg.batch_size: build_batch(
@@ -404,7 +400,6 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
         check_has_end(tokenizer, texts[0])
         shards.append(tokenize_files(texts, tokenizer, folder, columns))
     dataset = make_dataset(shards, seq_format)
-    _check_first_ids(dataset)
     if not may_be_empty:
         _check_sequences(dataset)
     return dataset
@@ -487,7 +482,7 @@ def expand(patterns, lenient=False, field="data"):
     paths = {}  # by real path: a link counts as its target
     for pattern in map(hub_path, map(str, patterns)):  # optional: names on the Hub
         is_found = False
-        for name in sorted(glob.glob(_literal_folders(pattern), recursive=True)):
+        for name in _matches(pattern):
             # Optional: a folder with splits, written by the datasets library.
             if os.path.isfile(os.path.join(name, "dataset_dict.json")):
                 name = _choose_split(name, field)
@@ -501,14 +496,11 @@ def expand(patterns, lenient=False, field="data"):
     return list(paths.values())
 
 
-def _literal_folders(pattern):
-    """A glob that takes brackets in the names of existing folders and files literally."""
-    parts = pattern.split(os.sep)
-    for i, part in enumerate(parts):
-        path = os.sep.join([*parts[:i], part])
-        if not os.path.lexists(path or os.sep):
-            return os.sep.join([*map(glob.escape, parts[:i]), *parts[i:]])
-    return glob.escape(pattern)
+def _matches(pattern):
+    """The names that match a glob. The name of an existing file is no glob, even with brackets."""
+    if os.path.lexists(pattern):
+        return [pattern]
+    return sorted(glob.glob(pattern, recursive=True))
 
 
 def _standard_library():
@@ -580,12 +572,11 @@ def _write_shard(paths, tokenizer, columns, folder):
         for name in ("tokens", "ignored", "documents", "bytes_at"):
             files[name] = stack.enter_context(open(folder / name, "wb"))
         counts = _write_documents(_encode_files(paths, tokenizer, columns), tokenizer, files)
-        sizes = {}
-        for name, file in files.items():
-            file.flush()
-            os.fsync(file.fileno())
-            if file.tell():  # an empty file cannot be mapped
-                sizes[name] = os.fstat(file.fileno()).st_size
+    sizes = {}
+    for name in files:
+        n_bytes = (folder / name).stat().st_size
+        if n_bytes:  # an empty file cannot be mapped
+            sizes[name] = n_bytes
     index = {"counts": counts, "sizes": sizes}
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
 
@@ -636,10 +627,6 @@ def _write_documents(records, tokenizer, files):
         files["bytes_at"].write(np.int64((n, n + n_more)))
         if record["form"] != "text":
             counts[f"rows read as {record['form']}"] += 1
-        # Optional: chats with a date. `fingerprint` has the names of these counts.
-        if record.get("has_date"):
-            date = time.strftime("%Y-%m-%d")
-            counts[f"chats whose template may hold the date, {date} (strftime_now)"] += 1
 
         # End a document.
         if record["is_last"]:
@@ -678,24 +665,14 @@ def _append_ids(tokens, ignored, dtype, ids, is_ignored):
 
 
 def _encode_files(paths, tokenizer, columns):
-    """Yield the records of these files, see `read_record`, with their "ids" and "ignored".
-
-    A thread encodes a group of records while this one reads the next and writes the last.
-    """
+    """Yield the records of these files, see `read_record`, with their "ids" and "ignored"."""
     total = sum(file.stat().st_size for path in paths for file in _files_of(path))
-    groups = _groups_of_records(paths, tokenizer, columns)
-    last_group = []
-    encoded = None  # the future of its ids
-    with (tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
-               leave=False) as bar, ThreadPoolExecutor(1, "tokenizer") as pool):
-        for group in chain(groups, [[]]):
-            encoding = pool.submit(encode_records, group, tokenizer)
-            if encoded:
-                for record, (ids, ignored) in zip(last_group, encoded.result()):
-                    yield record | {"ids": ids, "ignored": ignored}
-                    bar.update(len(record["text"]))
-            last_group = group
-            encoded = encoding
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
+              leave=False) as bar:
+        for group in _groups_of_records(paths, tokenizer, columns):
+            for record, (ids, ignored) in zip(group, encode_records(group, tokenizer)):
+                yield record | {"ids": ids, "ignored": ignored}
+                bar.update(len(record["text"]))
 
 
 def _files_of(path):
@@ -733,7 +710,6 @@ def read_record(row, where, tokenizer):
         "completion": of a pair,
         "n_bytes": of the text, or of both,
         "spans": of a chat: [first, last) of the characters that are labels,
-        "has_date": of a chat: whether the template may hold today's date,
         "ids", "ignored": of token ids, see encode_records}.
 
     Raises ValueError naming `where` for a row without these columns, for a column that would reach
@@ -798,15 +774,11 @@ def _find_form(row):
         kinds = (str,) if form in ("text", "instruction, output") else (str, list)
         if all(isinstance(row.get(name), kinds) for name in names):
             found.append(form)
-    if len(found) > 1:
-        name = FORMS[found[0]][0]
-        raise ValueError(f"has {' and also '.join(found)}: name the columns to use, as in "
-                         f"--columns {name}={name}")
-    if not found:
+    if len(found) != 1:
         fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
-        raise ValueError("not an object with a string 'text', strings 'prompt' and 'completion', "
-                         f"or a list 'messages'; it has {fields or 'no fields'}. Name other "
-                         "columns as in --columns text=content")
+        raise ValueError(f"must have one of {'; '.join(FORMS)}, as texts or lists of messages, and "
+                         f"has {fields or 'no fields'}; name the columns to use, as in --columns "
+                         "text=content")
     return found[0]
 
 
@@ -818,12 +790,10 @@ def encode_records(records, tokenizer):
     texts = [record["text"] for record in records if record["kind"] in ("text", "pair")]
     encoded = iter(tokenizer["encode_batch"](texts))
     # Optional: completions of prompts, and chats.
-    completions = [record["completion"] for record in records if record["kind"] == "pair"]
-    chats = [record["text"] for record in records if record["kind"] == "chat"]
-    if completions:
-        completions = iter(tokenizer["encode_continuations"](completions))
-    if chats:
-        chats = iter(tokenizer["encode_with_offsets"](chats))
+    texts = [record["completion"] for record in records if record["kind"] == "pair"]
+    completions = iter(tokenizer["encode_continuations"](texts))
+    texts = [record["text"] for record in records if record["kind"] == "chat"]
+    chats = iter(tokenizer["encode_with_offsets"](texts))
 
     pairs = []
     for record in records:
@@ -847,19 +817,13 @@ def rows_in(path, size, columns=()):
     """
     # Optional: tables, and JSON.
     read_rows = _row_reader(path, columns)
-    if not read_rows:
+    if read_rows:
+        for where, row in read_rows(path):
+            yield where, _named_columns(row, columns, where) if columns else row, True
+    else:
         with _open_utf8(path) as file:
             for text, is_last in _text_pieces(file, size):
                 yield str(path), {"text": text}, is_last
-        return
-    missing = set(columns)
-    for where, row in read_rows(path):
-        if columns:
-            row = _named_columns(row, columns, where)
-            missing = {entry for entry in missing if entry.partition("=")[0] not in row}
-        yield where, row, True
-    if missing:
-        raise ValueError(f"{path}: no row has the column of --columns {' '.join(missing)}")
 
 
 def _file_kind(path):
@@ -867,17 +831,15 @@ def _file_kind(path):
     return path.name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
-@contextlib.contextmanager
-def _open_utf8(path, newline="\n"):
+def _open_utf8(path):
     """Open a text file. Errors in reading it are ValueErrors that name it."""
-    with io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline=newline) as file:
+    with io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline="\n") as file:
         try:
             yield file
         except UnicodeDecodeError as e:
             excerpt = e.object[max(0, e.start - 20) : e.end]
-            raise ValueError(f"{path}: not UTF-8 at {excerpt!r}; data is text, .json(l), .csv, "
-                             ".tsv (also as .gz, .zst), .bin, .npy, .parquet, .arrow, or by "
-                             "datasets.save_to_disk") from None
+            raise ValueError(f"{path}: not UTF-8 at {excerpt!r}; data is text, .jsonl, .parquet or "
+                             "another format in tests/COMMANDS.md") from None
         except (OSError, EOFError, zlib.error) as e:
             raise ValueError(f"{path}: cannot be read (cut off, or zstd --long?): {e}") from None
 
@@ -929,17 +891,9 @@ def content_id(path):
 # ---- token cache
 
 def _token_cache_folder(cfg):
-    """The folder of tokenized text: token_cache, or the folder data in cache_dir; in out_dir where
-    cache_dir is none or cannot be written.
-    """
-    if cfg.token_cache:
-        return cfg.token_cache
-    home = os.path.expanduser(cfg.cache_dir)
-    try:
-        os.makedirs(home, exist_ok=True)
-    except OSError:  # also of "". use_compilation_cache reports it
-        home = cfg.out_dir
-    return os.path.join(home, "data")
+    """The folder of tokenized text: token_cache, or the folder data in cache_dir or out_dir."""
+    home = os.path.expanduser(cfg.cache_dir) or cfg.out_dir
+    return cfg.token_cache or os.path.join(home, "data")
 
 
 # Sections of this file that decide which tokens come from a file and a tokenizer. An edit of them
@@ -1023,7 +977,6 @@ def make_tokenizer(name, eos_token=""):
     return dict(_read_tokenizer(name, eos_token, written_at))
 
 
-@lru_cache(maxsize=8)
 def _read_tokenizer(name, eos_token, written_at):
     """Make a tokenizer. It is cached, and read again when its files have other times."""
     if name == "bytes":
@@ -1051,21 +1004,20 @@ def _read_tokenizer(name, eos_token, written_at):
         return "".join(pieces)
 
     encode_batch = partial(as_arrays, library["encode_batch"])
+    continuations = library.get("encode_continuations", library["encode_batch"])
     special_tokens = library.get("special_tokens", {})
-    tokenizer = {
-        "encode_continuations": library["encode_batch"], "encode_with_offsets": None,
-        "bos": None, "start": eos or 0, "stops": {eos} - {None},
-        "special_tokens": {}, "openings": {*special_tokens.values()},
-        "chat": None, "key": name,
-    } | library
-    tokenizer |= {
+    defaults = {
+        "encode_with_offsets": lambda texts: [],  # without a chat template there are no chats
+        "bos": None, "start": eos or 0, "stops": {eos} - {None}, "special_tokens": special_tokens,
+        "openings": {*special_tokens.values()}, "chat": None, "key": name,
+        "piece": 2**14 if _can_cut(encode_batch, special_tokens) else -1,
+    }
+    tokenizer = defaults | library
+    return tokenizer | {
         "name": name, "key": [tokenizer["key"], eos_token], "dtype": dtype, "decode": decode,
         "encode": lambda text: encode_batch([text])[0], "encode_batch": encode_batch,
-        "encode_continuations": partial(as_arrays, tokenizer["encode_continuations"]),
+        "encode_continuations": partial(as_arrays, continuations),
     }
-    if "piece" not in tokenizer:
-        tokenizer["piece"] = 2**14 if _can_cut(encode_batch, special_tokens) else -1
-    return tokenizer
 
 
 def _can_cut(encode_batch, special_tokens):
@@ -1090,9 +1042,8 @@ def check_has_end(tokenizer, where):
 
 def _bytes_tokenizer(eos_token):
     """Make the default tokenizer, whose ids are the bytes of UTF-8; 0 ends a document."""
-    return {"encode_batch": _encode_bytes, "vocab_size": 256, "piece": 2**18,
-            "decode": lambda ids: bytes(ids).decode(errors="replace"),
-            "eos": None if eos_token else 0}
+    return {"encode_batch": _encode_bytes, "vocab_size": 256, "eos": None if eos_token else 0,
+            "decode": lambda ids: bytes(ids).decode(errors="replace")}
 
 
 def _encode_bytes(texts):
@@ -1110,10 +1061,9 @@ def make_cfg_tokenizer(cfg):
         tokenizer |= {"n_ids": cfg.vocab_size, "dtype": dtype,
                       "key": [*tokenizer["key"], str(dtype)]}
     if cfg.tokenizer == "bytes" and cfg.vocab_size > 256 and has_only_token_files(cfg):
-        patterns = _data_patterns(cfg)
         eos = cfg.eod_id if cfg.eod_id >= 0 else None
-        tokenizer |= {"encode": partial(_refuse_text, patterns), "decode": _decode_numbers,
-                      "eos": eos, "stops": {eos} - {None}}
+        tokenizer |= {"encode": _refuse_text, "decode": _decode_numbers, "eos": eos,
+                      "stops": {eos} - {None}}
     return tokenizer
 
 
@@ -1139,12 +1089,11 @@ def _data_patterns(cfg):
     return [*(mixture_weights(cfg.data) or cfg.data), *cfg.val_data]
 
 
-def _refuse_text(patterns, text):
+def _refuse_text(text):
     """Raise ValueError for any non-empty text, since the vocabulary is unknown."""
     if text:
-        raise ValueError(f"tokenizer 'bytes': the ids in {' '.join(patterns)} are not bytes, so "
-                         f"that {text[:40]!r} has no ids; set --tokenizer to the one that made "
-                         "these files")
+        raise ValueError(f"tokenizer 'bytes': the ids in the data are not bytes, so that "
+                         f"{text[:40]!r} has no ids; set --tokenizer to the one that made them")
     return np.zeros(0, np.int64)
 
 
@@ -1188,15 +1137,12 @@ def fingerprint(dataset):
     shards = dataset["shards"]
     n = max(2**20 // len(shards), 2**10)
     crc = 0
-    dates = []
     for shard in shards:
         for name in ("tokens", "ignored"):
             if name in shard:
                 crc = zlib.crc32(shard[name][:n].tobytes(), crc)
                 crc = zlib.crc32(shard[name][-n:].tobytes(), crc)
-        dates += [name for name in shard.get("counts", ()) if "strftime_now" in name]
-    size = f"{dataset['lengths'].sum()} tokens in {len(shards)} shards"
-    return "; ".join([f"{size}, crc32 {crc:08x}", *dates])
+    return f"{dataset['lengths'].sum()} tokens in {len(shards)} shards, crc32 {crc:08x}"
 
 
 def bytes_per_token(dataset):
@@ -1299,7 +1245,7 @@ def mixture_weights(entries):
     weights = {}
     for text in entries:
         pattern, _, weight = text.rpartition("=")
-        if re.fullmatch(r"[\d.]+(e-?\d+)?", weight) and not _is_path(text):
+        if re.fullmatch(r"[\d.]+(e-?\d+)?", weight) and not _matches(text):
             weights[pattern] = weight
     if weights and len(weights) < len(entries):
         raise ValueError(f"data {' '.join(entries)}: each name must have one weight, as in "
@@ -1316,17 +1262,12 @@ def named_sets(entries):
     sets = {}
     for text in entries:
         named = re.fullmatch(r"([\w.-]+)=(.+)", text)
-        name, pattern = named.groups() if named and not _is_path(text) else ("", text)
+        name, pattern = named.groups() if named and not _matches(text) else ("", text)
         sets.setdefault(name, []).append(pattern)
     if "" in sets and len(sets) > 1:
         raise ValueError(f"val_data {sets[''][0]!r}: give each entry a name, as NAME=PATTERN, or "
                          "none")
     return sets
-
-
-def _is_path(text):
-    """Whether a text is an existing path, or a glob that matches one: its "=" belongs to it."""
-    return bool(glob.glob(_literal_folders(text), recursive=True))
 
 
 # ---- checks of files and ids
@@ -1342,19 +1283,6 @@ def check_disjoint(groups):
             raise ValueError(f"{path}: is in both {' and '.join(names)}; take it out of one")
 
 
-N_SCANNED = 2**22  # tokens of a dataset whose ids are checked when it is opened; the rest per batch
-
-
-def _check_first_ids(dataset):
-    """Raise ValueError if one of the first tokens is an id that the model lacks."""
-    vocab_size = dataset["seq_format"]["vocab_size"]
-    n = N_SCANNED // len(dataset["shards"])
-    for shard in dataset["shards"]:
-        # The check is needed only if the dtype can hold an illegal id.
-        if np.iinfo(shard["tokens"].dtype).max >= vocab_size:
-            check_ids(shard["tokens"][None, :n], vocab_size, [shard])
-
-
 def _check_sequences(dataset):
     """Raise ValueError for a dataset or a shard without a sequence that has a label."""
     seq_len = dataset["seq_format"]["seq_len"]
@@ -1362,21 +1290,18 @@ def _check_sequences(dataset):
     if not len(n_sequences):
         raise ValueError(f"no sequence of {seq_len + 1} tokens")
     for shard, n in zip(dataset["shards"], n_sequences):
-        # Optional: tokens that are not labels.
-        if "ignored" in shard:
-            _check_labels(shard)
+        if not has_label(shard):
+            raise ValueError(f"{shard['name']}: no token is a label: only completions of prompts "
+                             "are, and messages of the assistant")
         if not n:
             raise ValueError(f"{shard['name']}: has {len(shard['tokens'])} tokens, and no sequence "
-                             f"of {seq_len} with a label; use more data, another --seq_len or "
-                             "--truncation")
+                             f"of {seq_len} with a label; use more data or another --seq_len")
 
 
 def has_label(shard):
     """Whether any token of a shard is a label."""
-    if "ignored" not in shard:
-        return True
     # The first token of a shard follows no other one, so it is no label.
-    return np.count_nonzero(shard["ignored"][1:]) < len(shard["ignored"]) - 1
+    return "ignored" not in shard or not np.all(shard["ignored"][1:])
 
 
 def check_ids(rows, vocab_size, shards):
@@ -1567,7 +1492,7 @@ def _pack_shard(shard, seq_format):
 
     A span is the first token of a document, truncated, and the one after its last.
     """
-    packing, truncation = seq_format["packing"], seq_format["truncation"]
+    packing = seq_format["packing"]
     if "documents" not in shard:
         raise ValueError(f"{shard['name']}: packing {packing} needs documents, and a token file "
                          "has none; use text or .jsonl")
@@ -1575,16 +1500,9 @@ def _pack_shard(shard, seq_format):
     # Truncate documents longer than a row and its last label.
     longest = seq_format["seq_len"] + 1
     starts, stops = shard["documents"].T
-    is_long = stops - starts > longest
-    if truncation == "error" and is_long.any():
-        raise ValueError(f"{shard['name']}: document {np.argmax(is_long) + 1} has more than "
-                         f"seq_len + 1 = {longest} tokens; set another --truncation or --seq_len")
-    if truncation == "keep_end":
+    if seq_format["truncation"] == "keep_end":
         starts = np.maximum(starts, stops - longest)
-    elif truncation == "drop":
-        stops = np.where(is_long, starts, stops)
-    else:
-        stops = np.minimum(stops, starts + longest)
+    stops = np.minimum(stops, starts + longest)
 
     # The last token is a label only. A document without a label goes into no row.
     lengths = np.maximum(stops - starts - 1, 0)
@@ -1686,7 +1604,6 @@ def _map_bin(path, dtype):
     size = path.stat().st_size
     offset = 0
     header = np.fromfile(path, np.int32, 256)
-    width = _likely_width(np.fromfile(path, np.uint16, 2**16))
     # The header begins with a date and ends with 253 zeros.
     if len(header) == 256 and 20_000_000 < header[0] < 21_000_000 and not header[3:].any():
         magic, version, n = header[:3].tolist()
@@ -1695,28 +1612,14 @@ def _map_bin(path, dtype):
         if not dtype or size != offset + n * dtype.itemsize:
             raise ValueError(f"{path}: {size} bytes are not those of its header: magic {magic}, "
                              f"version {version}, {n} tokens; known are {[*LLMC_HEADERS]}")
-    elif width and width != dtype.itemsize:
-        raise ValueError(f"{path}: seems to have integers of {width} bytes, and data_dtype is "
-                         f"{dtype}; set --data_dtype {'uint32' if width == 4 else 'int64'}")
     with as_value_error(f"{path}: {size} bytes cannot be {dtype}; set --data_dtype", ValueError):
-        return np.memmap(path, dtype, "r", offset)
-
-
-def _likely_width(words):
-    """A guess of the bytes of an integer from the first uint16 of a file; None if it may be 2.
-
-    In wider integers, the words after the first of each integer are zeros or, for ids beyond
-    65,535, small; only a very small vocabulary has words of 2 bytes like this.
-    """
-    low = words[::2]
-    high = words[1::2]
-    if len(words) < 32 or not low.any():
-        return None
-    if not words[2::4].any() and not words[3::4].any() and words[::4].any():
-        return 8
-    if not high.any() or (high.max() < 16 and low.max() >= 4096):
-        return 4
-    return None
+        tokens = np.memmap(path, dtype, "r", offset)
+    # Parts of wider integers: every second one is 0, or small where ids are beyond 65,535.
+    first, second = tokens[: 2**16 : 2], tokens[1 : 2**16 : 2]
+    if len(tokens) > 32 and first.any() and second.max() < (16 if first.max() >= 4096 else 1):
+        raise ValueError(f"{path}: seems to have integers of more bytes than data_dtype {dtype}; "
+                         "set --data_dtype to uint32 or int64")
+    return tokens
 
 
 # ---- rows of token ids
@@ -1750,33 +1653,29 @@ def _integers(row, name, default=None):
 
 def _read_prompt_or_chat(form, row, tokenizer):
     """The record of a row that is not a plain text; see `read_record`."""
-    used = ("system", "tools")
+    used = []  # columns beside those of the form
     prompt = []
     if form == "prompt, completion":
         prompt = messages_in(row["prompt"])
         completion = messages_in(row["completion"])
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return {"kind": "pair", "text": prompt, "completion": completion}
     elif form == "instruction, output":
-        used += ("input",)
-        text = row["instruction"]
+        used = ["input"]
+        prompt = row["instruction"] + "\n\n"
+        completion = row["output"]
         if not _is_empty(row.get("input")):
-            text += "\n\n" + _content_text(row["input"])
+            prompt += _content_text(row["input"]) + "\n\n"
         # A tokenizer without a chat template gets a prompt and a completion.
-        if not _chat_template(tokenizer):
-            for message in _system_messages(row):
-                text = _content_text(message["content"]) + "\n\n" + text
-            return {"kind": "pair", "text": f"{text}\n\n", "completion": row["output"],
-                    "used": ("system", "input")}
-        prompt = [{"role": "user", "content": text}]
-        completion = [{"role": "assistant", "content": row["output"]}]
+        if _chat_template(tokenizer):
+            prompt = [{"role": "user", "content": prompt.removesuffix("\n\n")}]
+            completion = [{"role": "assistant", "content": completion}]
     else:
         completion = messages_in(row[form])
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return {"kind": "pair", "text": prompt, "completion": completion, "used": used}
     # Of a prompt and its completion, only the completion has labels.
     prompt = [*_system_messages(row), *prompt]
     text, spans = render_chat([*prompt, *completion], row.get("tools"), tokenizer, len(prompt))
-    return {"kind": "chat", "text": text, "spans": spans, "used": used,
-            "has_date": _chat_template(tokenizer)["has_date"]}
+    return {"kind": "chat", "text": text, "spans": spans, "used": ["system", "tools", *used]}
 
 
 def messages_in(value):
@@ -1787,7 +1686,7 @@ def messages_in(value):
             if messages and all(isinstance(x, dict) and {"role", "from"} & {*x} for x in messages):
                 value = messages
     if isinstance(value, list):
-        value = [_with_role(message) for message in value]
+        value = [_with_role(_parsed(message)) for message in value]
     return value
 
 
@@ -1814,55 +1713,30 @@ def _system_messages(row):
     return [{"role": "system", "content": row["system"]}]
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # Keys of a message that no template has to render.
-ROUTINE_KEYS = {"role", "content", "weight", "id", "tool_call_id", "timestamp"}
-
-
-def _clean_messages(messages, source):
-    """(messages as a chat template expects them, indices of those with labels).
-
-    source: of the chat template.
-    Raises ValueError for a message that has a role out of order, or is refused by `_clean_message`.
-    """
-    if not messages:
-        raise ValueError("has no messages")
-    roles = ["system", "developer", "user"]  # of the first message
-    cleaned = []
-    labelled = []
-    for i, message in enumerate(messages):
-        with as_value_error(f"message {i + 1}", ValueError):
-            if not isinstance(message, dict) or message.get("role") not in roles:
-                raise ValueError(f"must have a role of {', '.join(roles)}: {str(message)[:80]}")
-            message, weight = _clean_message(message, source)
-        roles = ["system", "developer", "user", "assistant", "tool"]
-        cleaned.append(message)
-        if weight:
-            labelled.append(i)
-    return cleaned, labelled
+ROUTINE_KEYS = {"role", "content", "id", "tool_call_id", "timestamp"}
 
 
 def _clean_message(message, source):
-    """(the message, its weight). Empty values are dropped, parts of text are joined, and JSON in
-    tool calls is parsed.
+    """A message as a chat template expects it: empty values are dropped, parts of text are joined,
+    and JSON in tool calls is parsed. source: of the chat template.
 
-    Raises ValueError for content that is not text, a weight other than 0 and 1, or a key that the
-    template does not name.
+    Raises ValueError for an unknown role, content that is not text, or a key that the template does
+    not name.
     """
-    content = message.get("content")
-    message = {name: x for name, x in message.items() if not _is_empty(x)}
-    for name in message.keys() - ROUTINE_KEYS:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise ValueError(f"must have a role of {', '.join(ROLES)}: {str(message)[:80]}")
+    cleaned = {name: x for name, x in message.items() if not _is_empty(x)}
+    for name in cleaned.keys() - ROUTINE_KEYS:
         if not _names(source, name):
-            raise ValueError(f"{name} is not known to the chat template; remove it (a message "
-                             "without labels has the weight 0)")
-    is_answer = message["role"] == "assistant"
-    weight = message.pop("weight", int(is_answer))
-    if weight not in (0, 1) or weight > is_answer:
-        raise ValueError(f"weight is {weight!r}; must be 0, or 1 for a message of the assistant")
-    if "tool_calls" in message:
-        message["tool_calls"] = _functions(message["tool_calls"])
-    if content is not None or not (is_answer and "tool_calls" in message):
-        message["content"] = _content_text(content)
-    return message, weight
+            raise ValueError(f"{name} is not known to the chat template; remove it (messages "
+                             "without labels are in the column prompt)")
+    if "tool_calls" in cleaned:
+        cleaned["tool_calls"] = _functions(cleaned["tool_calls"])
+    if "tool_calls" not in cleaned or message.get("content") is not None:
+        cleaned["content"] = _content_text(message.get("content"))
+    return cleaned
 
 
 def _names(source, name):
@@ -1908,18 +1782,15 @@ def render_chat(messages, tools, tokenizer, n_prompt=0):
     them by {% generation %}; otherwise `_answer_span` finds each. tools: None, a list, or its JSON.
     Raises ValueError for a message that is not in the text, or that it cannot find there.
     """
-    messages, labelled, render, render_marked = _open_chat(messages, tools, tokenizer)
+    messages, render = _open_chat(messages, tools, tokenizer)
+    text = render(messages)
+    _check_rendered(render, messages, text)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    labelled = [i for i in labelled if i >= n_prompt]
-    if render_marked:
-        text, spans = render_marked(messages)
-        _check_rendered(render, messages, text)
-        if labelled == answers:
-            return text, spans
-    else:
-        text = render(messages)
-        _check_rendered(render, messages, text)
+    spans = render(messages, marked=True)
+    if spans is None:
         spans = [_answer_span(render, messages, text, i, tokenizer) for i in answers]
+    elif not n_prompt:
+        return text, spans
     # Each answer has a span, after that of the answer before.
     end = 0
     for i, (first, last) in zip(answers, spans):
@@ -1929,13 +1800,12 @@ def render_chat(messages, tools, tokenizer, n_prompt=0):
                 f"message {i + 1}: cannot determine which characters of the rendered chat it "
                 "became; use a template that marks each answer by {% generation %}")
         end = last
-    return text, [span for i, span in zip(answers, spans) if i in labelled]
+    return text, [span for i, span in zip(answers, spans) if i >= n_prompt]
 
 
 def _open_chat(messages, tools, tokenizer):
-    """The messages as the tokenizer's chat template expects them, the indices of those with labels,
-    and two functions that render messages: to a text, and to a text and the spans of its answers.
-    The second one is None for a template that does not mark answers.
+    """The messages as the tokenizer's chat template expects them, and a function that renders
+    messages, see `_load_chat_template`.
     """
     template = _chat_template(tokenizer)
     if not template:
@@ -1945,30 +1815,31 @@ def _open_chat(messages, tools, tokenizer):
     source = template["source"](tools)
     if tools and not _names(source, "tools"):
         raise ValueError("tools are not known to the chat template; remove them")
-    messages, labelled = _clean_messages(messages, source)
-    render = partial(template["render"], tools=tools)
-    is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", source)
-    return messages, labelled, render, partial(render, marked=True) if is_marked else None
+    if not messages:
+        raise ValueError("has no messages")
+    cleaned = []
+    for i, message in enumerate(messages, 1):
+        with as_value_error(f"message {i}", ValueError):
+            cleaned.append(_clean_message(message, source))
+    return cleaned, partial(template["render"], tools=tools)
 
 
 def _check_rendered(render, messages, text):
-    """Raise ValueError for a message whose content or name has no effect on the rendered text."""
+    """Raise ValueError for a message whose content has no effect on the rendered text."""
     if not text:
         raise ValueError("the chat template renders it to nothing; remove the row")
     for i, message in enumerate(messages):
-        for name in ("content", "name"):
-            value = str(message.get(name, "")).strip()
-            if value in text or (name == "name" and message["role"] == "tool"):
-                continue
-            longer = message | {name: f"{value} and more"}
+        content = message.get("content", "").strip()
+        if content not in text:
+            longer = message | {"content": f"{content} and more"}
             if render([*messages[:i], longer, *messages[i + 1 :]]) == text:
-                raise ValueError(f"message {i + 1}: the chat template does not render its {name}; "
+                raise ValueError(f"message {i + 1}: the chat template does not render its content; "
                                  "remove it")
 
 
 def _answer_span(render, messages, text, i, tokenizer):
-    """(first, last) of message i of the assistant in `text`, the rendered conversation; (0, -1) if
-    it cannot be decided.
+    """(first, last) of message i of the assistant in `text`, the rendered conversation; (-1, -1)
+    if it cannot be decided.
 
     In a copy of the conversation, message i is a single mark. The text around the mark shows what
     is before and after the answer. Text that the prompt for it has in common with the text before
@@ -1977,48 +1848,35 @@ def _answer_span(render, messages, text, i, tokenizer):
     """
     mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
     marked = {"role": "assistant", "content": mark}
-    is_call = "tool_calls" in messages[i]
-    if is_call:
+    if "tool_calls" in messages[i]:
         *calls, call = messages[i]["tool_calls"]
         function = call.get("function", call) | {"arguments": {"a": mark}}
         call = call | {"function": function} if "function" in call else function
         marked |= {"content": "", "tool_calls": [*calls, call]}
     as_last = [*messages[:i], marked]
     before, found, after = render([*as_last, *messages[i + 1 :]]).partition(mark)
-    ending = after
-    if i < len(messages) - 1:
-        _, found, ending = render(as_last).partition(mark)
+    _, found_last, ending = render(as_last).partition(mark)
     ending = ending.rstrip()
-    prompt = render(messages[:i], add_generation_prompt=True)
+    is_found = found and found_last
+    # The last message may end in another way, as in Phi's templates.
+    if not after.startswith(ending):
+        ending = _special_token(after, tokenizer)
+        is_found = is_found and ending
+    rest = after[len(ending) :]
 
+    prompt = render(messages[:i], add_generation_prompt=True)
     first = len(prompt)
-    n_ending = len(ending)
-    if not (text.startswith(prompt) and after.startswith(ending)):
-        shorter = render(messages[:i])
-        opening = prompt[len(shorter) :].lstrip() if prompt.startswith(shorter) else ""
-        header = _special_token(opening, tokenizer) or opening.partition(" ")[0]
     # Earlier messages lose a thought when others follow, or the prompt opens one: the answer begins
     # where its header ends.
     if not text.startswith(prompt):
-        first = before.rfind(header) if header else len(before)
+        shorter = render(messages[:i])
+        opening = prompt[len(shorter) :].lstrip() if prompt.startswith(shorter) else ""
+        header = _special_token(opening, tokenizer)
+        first = before.rfind(header)
         first += _n_common(before[first:], opening)
-        if (is_call and not header) or not text.startswith(before[:first]):
-            return 0, -1
-    # The last message ends in another way: take what is common, or another token if the header of a
-    # message follows it.
-    if not after.startswith(ending):
-        n_ending = _n_common(after, ending)
-        for token in tokenizer["special_tokens"]:  # of which a part is common
-            start = ending.rfind(token)
-            if -1 < start < n_ending < start + len(token):
-                n_ending = start
-        n_ending = len(after[:n_ending].rstrip())
-        token = _special_token(after, tokenizer)
-        if not n_ending and header and after[len(token) :].lstrip().startswith(header):
-            n_ending = len(token)
-    rest = after[n_ending:]
-    if not found or not text.endswith(rest):
-        return 0, -1
+        is_found = is_found and header and text.startswith(before[:first])
+    if not is_found or not text.endswith(rest):
+        return -1, -1
     return first, len(text) - len(rest)
 
 
@@ -2036,25 +1894,18 @@ def _special_token(text, tokenizer):
 
 def _named_columns(row, columns, where):
     """{name: row[column]} for each NAME=COLUMN."""
-    if not isinstance(row, dict):
-        row = {}
     named = {}
     for entry in columns:
         name, _, column = entry.partition("=")
-        if column in row:
-            named[name] = row[column]
-        elif name not in OPTIONAL_COLUMNS:  # not every row has them
-            raise ValueError(f"{where}: has no column {column!r}, but "
-                             f"{', '.join(map(str, row)) or 'no fields'}")
+        if not isinstance(row, dict) or column not in row:
+            raise ValueError(f"{where}: has no column {column!r}: {str(row)[:80]}")
+        named[name] = row[column]
     return named
 
 
 def _parsed(value):
     """A value that may be written as JSON text, parsed."""
-    if not isinstance(value, str):
-        return value
-    with as_value_error(f"{value[:60]!r} is not JSON", ValueError, RecursionError):
-        return json.loads(value)
+    return _parse_json(value, repr(value[:60])) if isinstance(value, str) else value
 
 
 def _join_prompt(prompt, completion):
@@ -2080,25 +1931,6 @@ def _ignore_outside(encoded, record, tokenizer):
     for first, last in record["spans"]:
         ignored[(ends > first) & (starts < last) & ~(is_special & (ends > last))] = 0
     return ids, ignored
-
-
-def _check_labels(shard):
-    """Raise ValueError for a shard without any label."""
-    if not has_label(shard):
-        raise ValueError(f"{shard['name']}: no token is a label: only completions of "
-                         "prompts are, and messages of the assistant whose weight is not 0")
-
-
-def _check_eval_labels(dataset, cfg):
-    """Raise ValueError if the sequences that an evaluation reads have no label."""
-    batch_size = cfg.eval_batch_size or cfg.batch_size
-    n_batches = n_eval_batches(dataset["n"], batch_size, cfg.eval_batches)
-    for index in range(n_batches):
-        if np.any(eval_batch_at(dataset, index, batch_size)["labels"] != IGNORE):
-            return
-    raise ValueError(f"eval_batches {cfg.eval_batches}: {dataset['shards'][0]['name']}: the "
-                     f"{n_batches * batch_size:,} sequences that an evaluation reads have no "
-                     "label; evaluate more, or 0 for all")
 
 
 def _describe_labels(dataset):
@@ -2141,12 +1973,12 @@ def _show_labels(ids, is_label, tokenizer):
     stop = min(first_label + SHOWN_TOKENS, len(ids))
     pieces = [("...", False)] if start else []
     shown = ""
-    # Where labels begin and end.
-    borders = np.flatnonzero(np.diff(is_label[start:stop])) + 1
-    for n in (*borders.tolist(), stop - start):
+    n = start
+    for is_labelled, group in groupby(is_label[start:stop].tolist()):
+        n += len(list(group))
         # Decode from the beginning: some tokenizers drop the space at the start of a text.
-        text = tokenizer["decode"](ids[start : start + n])
-        pieces.append((text[len(shown) :], bool(is_label[start + n - 1])))
+        text = tokenizer["decode"](ids[start:n])
+        pieces.append((text[len(shown) :], is_labelled))
         shown = text
     if stop < len(ids):
         pieces.append(("...", False))
@@ -2169,14 +2001,12 @@ def sample_prompts(cfg, tokenizer, source=None):
     a "prompt"; else the token that begins a document.
     Raises ValueError naming the field, or the file and line.
     """
+    texts = [cfg.prompt]
     if cfg.prompts:
         texts = read_prompts(cfg.prompts, tokenizer)
     elif cfg.chat:
-        question = [{"role": "user", "content": cfg.chat}]
         with as_value_error(f"chat {cfg.chat!r:.60}", ValueError):
-            texts = [chat_prompt(question, None, tokenizer)]
-    else:
-        texts = [cfg.prompt]
+            texts = [chat_prompt([{"role": "user", "content": cfg.chat}], None, tokenizer)]
     prompts = [{"text": text, "ids": prompt_ids(text, tokenizer)} for text in texts]
     if texts == [""] and source and "prompt" in source:
         ids = _whole_characters(source["prompt"]().tolist(), tokenizer["decode"])
@@ -2198,9 +2028,10 @@ def _whole_characters(ids, decode):
     at most four bytes, and a token at least one.
     """
     for _ in range(3):
-        if len(ids) > 1 and decode(ids).endswith("\ufffd"):
+        text = decode(ids)
+        if len(ids) > 1 and text.endswith("\ufffd"):
             ids = ids[:-1]
-        if len(ids) > 1 and decode(ids).startswith("\ufffd"):
+        if len(ids) > 1 and text.startswith("\ufffd"):
             ids = ids[1:]
     return ids
 
@@ -2227,7 +2058,7 @@ def read_prompts(path, tokenizer):
     texts = []
     if _file_kind(file).endswith(JSON_FILES):
         for where, row in _json_rows(file):
-            with as_value_error(where, ValueError, TypeError):  # no list
+            with as_value_error(where, ValueError, TypeError, AttributeError):
                 texts.append(_prompt_of_row(row, tokenizer))
     else:
         with _open_utf8(file) as lines:
@@ -2239,22 +2070,23 @@ def read_prompts(path, tokenizer):
 
 def _prompt_of_row(row, tokenizer):
     """The text of a row of a file of prompts."""
-    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+    if ("prompt" in row) == ("messages" in row):
         raise ValueError("must be an object with either a text 'prompt' or a list 'messages': "
                          f"{str(row)[:80]}")
     prompt = messages_in(row.get("prompt") or row.get("messages"))
-    if isinstance(prompt, str):
-        _check_columns(row, ())
-        return prompt
-    _check_columns(row, ("system", "tools"))
-    return chat_prompt([*_system_messages(row), *prompt], row.get("tools"), tokenizer)
+    used = ()
+    if not isinstance(prompt, str):
+        used = ("system", "tools")
+        prompt = chat_prompt([*_system_messages(row), *prompt], row.get("tools"), tokenizer)
+    _check_columns(row, used)
+    return prompt
 
 
 def chat_prompt(messages, tools, tokenizer):
     """Render a conversation up to the next answer, which a sample continues. tools: as in
     render_chat.
     """
-    messages, _, render, _ = _open_chat(messages, tools, tokenizer)
+    messages, render = _open_chat(messages, tools, tokenizer)
     if messages[-1]["role"] == "assistant":
         raise ValueError("the last message is the assistant's; must be one that a sample can "
                          "answer")
@@ -2266,22 +2098,22 @@ def chat_prompt(messages, tools, tokenizer):
 
 def turn_ends(tokenizer):
     """The ids that end an answer in the chat template: the special tokens after an answer at the
-    end of a conversation and before another question, unless they also end its thought.
+    end of a conversation and before another question.
     """
     template = _chat_template(tokenizer)
     if not template:
         return set()
-    question = {"role": "user", "content": "A number?"}
-    first = {"role": "assistant", "content": "forty-two"}
-    last = {"role": "assistant", "content": "seventeen", "reasoning_content": "primes"}
+    answers = ("forty-two", "seventeen")
+    messages = []
+    for answer in answers:
+        messages.append({"role": "user", "content": "A number?"})
+        messages.append({"role": "assistant", "content": answer})
     try:
-        text = template["render"]([question, first, question, last], None)
+        text = template["render"](messages, None)
     except ValueError:  # e.g. a template that needs tools; the declared ends remain
         return set()
-    after_thought = text.partition("primes")[2].partition("seventeen")[0]
-    ends = [_special_token(text.partition(answer["content"])[2].lstrip(), tokenizer)
-            for answer in (first, last)]
-    return {tokenizer["special_tokens"][end] for end in ends if end and end not in after_thought}
+    ends = [_special_token(text.partition(answer)[2].lstrip(), tokenizer) for answer in answers]
+    return {tokenizer["special_tokens"][end] for end in ends if end}
 
 
 def preview_prompt(dataset):
@@ -2290,11 +2122,10 @@ def preview_prompt(dataset):
     """
     batch = eval_batch_at(dataset, 0, 1)
     ids, labels = batch["tokens"][0], batch["labels"][0]
-    # Optional: rows with several documents. Take the longest one.
+    # Optional: rows with several documents. Take the first one.
     if "segments" in batch:
-        segments = batch["segments"][0]
-        is_longest = segments == np.bincount(segments[segments > 0]).argmax()
-        ids, labels = ids[is_longest], labels[is_longest]
+        is_first = batch["segments"][0] == 1
+        ids, labels = ids[is_first], labels[is_first]
     n_before = int(np.argmax(labels != IGNORE)) + 1  # ids before the first label
     if n_before == 1:  # text
         n_before = min(PREVIEW_TOKENS, len(ids) // 2)
@@ -2306,28 +2137,28 @@ def preview_prompt(dataset):
 JSON_FILES = (".json", ".jsonl", ".ndjson", ".jsonlines", ".ldjson", ".jl")
 
 
-def _row_reader(path, columns=()):
+def _row_reader(path, columns):
     """The function that yields (where, row) for the rows of a file or folder; None for a text file.
     columns: see `rows_in`.
     """
     kind = _file_kind(path)
+    if kind.endswith((".csv", ".tsv")):
+        raise ValueError(f"{path}: must be a .jsonl or .parquet; make one: python -c \"import "
+                         "pandas as p; p.read_csv('a.csv').to_parquet('a.parquet')\"")
     if path.is_dir() or kind.endswith((".parquet", ".arrow")):
         return partial(_table_rows, columns=columns)
-    if kind.endswith((".csv", ".tsv")):
-        return partial(_csv_rows, columns=columns)
-    if kind.endswith(JSON_FILES) or _has_json_lines(path):
+    # JSON may have any name. If most of its first lines are objects, the others are errors.
+    lines = _first_lines(path)
+    n_objects = sum(_is_object(line.strip("[],")) for line in lines)
+    if kind.endswith(JSON_FILES) or n_objects > len(lines) / 2:
         return _json_rows
     return None
 
 
-def _has_json_lines(path):
-    """Whether most of the first 100 lines of a file are JSON objects, whatever its name. The others
-    are errors then, not text.
-    """
+def _first_lines(path):
+    """The first lines of a text file that are not blank."""
     with _open_utf8(path) as file:
-        lines = [line.strip().strip("[],") for line in islice(file, 100)]  # also of an array
-    lines = [line for line in lines if line]
-    return sum(map(_is_object, lines)) > len(lines) / 2
+        return list(islice(filter(None, map(str.strip, file)), 3))
 
 
 def _is_object(text):
@@ -2343,17 +2174,17 @@ def _json_rows(path):
     """Yield the rows of a JSON file: one a line; or, if its first line is not a complete row, the
     one value in the file, or its items if it is an array.
     """
+    first_lines = _first_lines(path)
     with _open_utf8(path) as file:
-        lines = ((i, line) for i, line in enumerate(file, 1) if line.strip())
-        number, first = next(lines, (1, "[]"))
-        if _is_object(first.strip()):
-            for i, line in chain([(number, first)], lines):
-                where = f"{path} line {i}"
-                yield where, _parse_json(line, where)
-        else:
-            value = _parse_json("\n" * (number - 1) + first + file.read(), path)
+        if first_lines and not _is_object(first_lines[0]):
+            value = _parse_json(file.read(), path)
             for i, row in enumerate(value if isinstance(value, list) else [value], 1):
                 yield f"{path} row {i}", row
+            return
+        for i, line in enumerate(file, 1):
+            if line.strip():
+                where = f"{path} line {i}"
+                yield where, _parse_json(line, where)
 
 
 def _parse_json(text, where):
@@ -2363,45 +2194,23 @@ def _parse_json(text, where):
         raise ValueError(f"{where}: corrupted, or not JSON: {e}") from None
 
 
-def _csv_rows(path, columns=()):
-    """Yield the rows of a .csv or .tsv file as {name in the first line: text}."""
-    is_tsv = _file_kind(path).endswith(".tsv")
-    csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
-    # newline "": a line may end with \r alone, as in files of classic Mac OS.
-    with _open_utf8(path, newline="") as file:
-        reader = csv.DictReader(file, delimiter="\t" if is_tsv else ",", strict=True)
-        try:
-            with as_value_error(path, ValueError):
-                _known_names(reader.fieldnames or [], columns)
-            for row in reader:
-                values = row.values()
-                # In a .tsv, quotes may be plain text: they must not join rows of one line each.
-                if None in row or None in values or (is_tsv and "\n" in "".join(values)):
-                    raise ValueError(f"{path} line {reader.line_num}: does not have the columns of "
-                                     "the first line; put quotes around a text with a comma or a "
-                                     "line end (not in a .tsv), and write a quote in it twice")
-                yield f"{path} line {reader.line_num}", row
-        except csv.Error as e:  # not a ValueError
-            raise ValueError(f"{path} after line {reader.line_num}: not separated: {e}") from None
-
-
 def _table_rows(path, columns):
     """Yield the rows of a .parquet or .arrow file, or of a folder by datasets.save_to_disk.
 
     Only columns that a row is read by are loaded: others may be large, or of a type that Python
     lacks.
     """
-    arrow = require("pyarrow", path)
+    known = known_columns(columns)
     number = 0
     # ArrowInvalid is a ValueError.
     with as_value_error(f"{path}: not a .parquet or .arrow file or a folder of datasets", OSError,
-                        KeyError, ValueError, TypeError, OverflowError, AttributeError):
+                        KeyError, ValueError, TypeError, OverflowError):
         for batch in _arrow_batches(path):
-            batch = batch.select(_known_names(batch.schema.names, columns))
-            row_type = arrow.struct(batch.schema)
-            for row in batch.to_pylist():
+            kept = [name for name in batch.schema.names if name in known]
+            # Without a known column, the error names those that the rows have.
+            for row in batch.select(kept or batch.schema.names).to_pylist():
                 number += 1
-                yield f"{path} row {number}", _plain_value(row, row_type)
+                yield f"{path} row {number}", {name: _without_nulls(x) for name, x in row.items()}
 
 
 def known_columns(columns):
@@ -2410,35 +2219,6 @@ def known_columns(columns):
         return {entry.partition("=")[2] for entry in columns}
     names = {"prompt", "chosen", "rejected", *OPTIONAL_COLUMNS, *UNREAD_COLUMNS}
     return names.union(*FORMS.values())
-
-
-def _known_names(names, columns):
-    """The columns of a table that rows are read by. Raises ValueError without one."""
-    known = known_columns(columns)
-    kept = [name for name in names if name in known]
-    if len(set(kept)) < len(kept):
-        raise ValueError(f"two columns have one name, of {', '.join(kept)}")
-    if not kept:
-        wanted = known if columns else [form[0] for form in FORMS.values()]
-        raise ValueError(f"no column is {', '.join(wanted)}; the file has {', '.join(names)}. Name "
-                         "one as in --columns text=content")
-    return kept
-
-
-def _plain_value(value, arrow_type):
-    """A value of Arrow as it was in the row before the table.
-
-    Arrow gives all structs of a column the same fields, null where a row had none: these are
-    dropped. JSON that the datasets library has stored as text is parsed.
-    """
-    if value is not None and getattr(arrow_type, "extension_name", "") == "arrow.json":
-        return json.loads(value)
-    if isinstance(value, dict):
-        return {field.name: _plain_value(value[field.name], field.type)
-                for field in arrow_type if value[field.name] is not None}
-    if isinstance(value, list):  # of a map: it has no value_type, and is refused
-        return [_plain_value(x, arrow_type.value_type) for x in value]
-    return value
 
 
 def _arrow_batches(path):
@@ -2451,13 +2231,20 @@ def _arrow_batches(path):
     elif path.name.lower().endswith(".parquet"):
         yield from require("pyarrow.parquet", path).ParquetFile(path).iter_batches()
     else:
-        # Arrow's format of files begins with its name; the other format is that of streams.
-        file = arrow.memory_map(str(path))
-        open_batches = arrow.ipc.open_file if file.read(6) == b"ARROW1" else arrow.ipc.open_stream
-        file.seek(0)
-        for batch in open_batches(file).read_all().to_batches():
+        for batch in arrow.ipc.open_stream(arrow.memory_map(str(path))):
             batch.validate(full=True)  # reading a corrupted one could end the process
             yield batch
+
+
+def _without_nulls(value):
+    """A value without the fields of objects that are None: Arrow gives all structs of a column the
+    same fields, null where a row had none.
+    """
+    if isinstance(value, dict):
+        return {name: _without_nulls(x) for name, x in value.items() if x is not None}
+    if isinstance(value, list):
+        return [_without_nulls(x) for x in value]
+    return value
 
 
 # Names of the split for validation; the first name found is used.
@@ -2481,12 +2268,9 @@ def _choose_split(folder, field):
 def write_rows(folder, name, rows, columns=()):
     """Write the columns of rows that are read as a .jsonl file; return its path.
 
-    rows: dicts in an iterable, or by index. The file is named after its content, so that a resumed
-    run finds the same file.
+    rows: dicts. The file is named after its content, so that a resumed run finds the same file.
     """
     is_from_arrow = hasattr(rows, "features")  # of Hugging Face: null stands for a missing field
-    if not hasattr(rows, "__iter__") and hasattr(rows, "__getitem__"):
-        rows = map(rows.__getitem__, range(len(rows)))
     known = known_columns(columns)
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{name}.{os.getpid()}.partial"
@@ -2498,7 +2282,7 @@ def write_rows(folder, name, rows, columns=()):
                                     AttributeError, TypeError, ValueError):
                     kept = {column: x for column, x in row.items() if column in known}
                     if is_from_arrow:
-                        kept = _without_nulls(kept)
+                        kept = {column: _without_nulls(x) for column, x in kept.items()}
                     # Without a known column, the reader names those that the row has.
                     line = json.dumps(kept or row, default=_as_json).encode() + b"\n"
                 digest.update(line)
@@ -2510,15 +2294,6 @@ def write_rows(folder, name, rows, columns=()):
     finally:
         temporary.unlink(missing_ok=True)
     return str(path)
-
-
-def _without_nulls(value):
-    """A value without the fields of objects that are None."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(x) for name, x in value.items() if x is not None}
-    if isinstance(value, list):
-        return [_without_nulls(x) for x in value]
-    return value
 
 
 def _as_json(value):
@@ -2608,9 +2383,8 @@ def _hf_tokenizer(name, eos_token):
     def encode_with_offsets(texts):
         found = []
         for encoding in encoded(tok.encode_batch, texts):
-            numbers = chain.from_iterable(encoding.offsets)  # faster than a list of pairs
-            offsets = np.fromiter(numbers, np.int64).reshape(-1, 2)
-            found.append((np.array(encoding.ids, np.int64), offsets[:, 0], offsets[:, 1]))
+            starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+            found.append((np.array(encoding.ids, np.int64), starts, ends))
         return found
 
     files = _tokenizer_files(name) or [path]
@@ -2646,13 +2420,10 @@ def _character_tokenizer(name, eos_token):
             "writes it beside its token files")
     with as_value_error(rule, Exception):
         content = Path(name).read_bytes()
-        instructions = {opcode.name for opcode, _, _ in pickletools.genops(content)}
-        if instructions & IMPORTS:
+        if any(opcode.name in IMPORTS for opcode, _, _ in pickletools.genops(content)):
             raise ValueError("refused, since it imports something, which may run code")
         id_of = pickle.loads(content)["stoi"]
         character_of = {i: character for character, i in id_of.items()}
-        if len(character_of) < len(id_of) or max(map(len, id_of)) > 1 or min(character_of) < 0:
-            raise ValueError("each character needs an id of its own")
 
     def encode_batch(texts):
         with as_value_error(f"tokenizer {name!r}: has no token for", KeyError):
@@ -2667,8 +2438,7 @@ def _character_tokenizer(name, eos_token):
         "decode": decode,
         "vocab_size": max(character_of) + 1,
         "eos": id_of.get(eos_token),
-        "start": id_of.get("\n", min(character_of)),
-        "piece": 2**18,
+        "start": id_of.get("\n", 0),
         "key": zlib.crc32(content),
     }
 
@@ -2715,12 +2485,16 @@ def _without_first_space(library, tok):
     return library.Tokenizer.from_str(json.dumps(settings))
 
 
+def _fixed_date(form):
+    """A date for templates that hold today's: the tokens of a run must be the same on each day."""
+    return time.strftime(form, time.strptime("2026-01-01", "%Y-%m-%d"))
+
+
 def _load_chat_template(name):
     """The chat template of a folder, or None: {
-        "render": (messages, tools, add_generation_prompt=False) -> text; with marked=True (text,
-            [first, last) of the characters between its marks {% generation %}),
-        "source": tools -> text of the template, without comments,
-        "has_date": whether the template may hold today's date}.
+        "render": (messages, tools, add_generation_prompt=False) -> text; with marked=True [first,
+            last) of the characters between its marks {% generation %}, None if it has no marks,
+        "source": tools -> text of the template, without comments}.
 
     Only the template comes from transformers: its class for a folder may encode text in another way
     than the folder's tokenizer.json.
@@ -2731,26 +2505,25 @@ def _load_chat_template(name):
     if not settings.chat_template:
         return None
 
+    def source(tools):
+        return re.sub(r"(?s)\{#.*?#\}", "", settings.get_chat_template(None, tools))
+
     def render(messages, tools, add_generation_prompt=False, marked=False):
+        if marked and not re.search(r"\{%-?\s*generation\s*-?%\}", source(tools)):
+            return None
         with as_value_error("the chat template refuses it", Exception):
             texts, spans = library.utils.chat_template_utils.render_jinja_template(
                 [messages], tools, chat_template=settings.get_chat_template(None, tools),
                 return_assistant_tokens_mask=marked, add_generation_prompt=add_generation_prompt,
-                **settings.special_tokens_map)
-        return (texts[0], spans[0]) if marked else texts[0]
+                strftime_now=_fixed_date, **settings.special_tokens_map)
+        return spans[0] if marked else texts[0]
 
-    def source(tools):
-        return re.sub(r"(?s)\{#.*?#\}", "", settings.get_chat_template(None, tools))
-
-    return {"render": render, "source": source,
-            "has_date": "strftime_now" in str(settings.chat_template)}
+    return {"render": render, "source": source}
 
 
 def _tokenizer_files(folder):
-    files = set()
-    for pattern in TOKENIZER_FILES:
-        files.update(Path(folder).glob(pattern))
-    return sorted(files)
+    found = chain.from_iterable(map(Path(folder).glob, TOKENIZER_FILES))
+    return sorted({*found})
 
 
 def copy_tokenizer(name, folder):
@@ -2759,16 +2532,13 @@ def copy_tokenizer(name, folder):
     name: as for make_tokenizer.
     """
     name = hub_path(name)  # optional: names on the Hub
+    if name.endswith(".json"):
+        shutil.copy(name, Path(folder, "tokenizer.json"))
     for file in _tokenizer_files(name):
         copied = Path(folder, file.relative_to(name))
         copied.parent.mkdir(exist_ok=True)
         shutil.copy(file, copied)
-    path = Path(name)
-    if path.suffix == ".pkl":
-        return False
-    if path.is_file():
-        shutil.copy(path, Path(folder, "tokenizer.json"))
-    return path.exists()
+    return name.endswith(".json") or os.path.isdir(name)
 
 
 # ---- names on the Hub
@@ -2792,18 +2562,11 @@ def hub_path(name, weights=False):
     """
     if not name.startswith("hf://"):
         return name
-    hub = parse_hub(name)
-    path = hub["rest"].strip("/")
+    path = parse_hub(name)["rest"].strip("/")
     patterns = HUB_SETTINGS + HUB_WEIGHTS if weights else HUB_SETTINGS
     if path:  # in these patterns * also matches /; a path may be a folder of datasets
         patterns = (path.replace("**/", "*"), f"{path}/*")
-    elif hub["kind"] == "dataset":
-        raise ValueError(f"{name}: must name files of the data set, as in {name}/**/*.parquet")
-    local_path = str(Path(_fetch_hub(name, patterns), path))
-    if not glob.glob(local_path, recursive=True):
-        raise ValueError(f"{name}: the repository or, without network, its cache has no such file; "
-                         "* stands for names in one folder, **/* for those in all folders")
-    return local_path
+    return str(Path(_fetch_hub(name, patterns), path))
 
 
 def resolve_hub(text, earlier=()):

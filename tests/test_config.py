@@ -401,7 +401,7 @@ UNUSED = [
     ("epochs", 2.0, dict(steps=50), 0.0),
     ("export", "", dict(export_every=5, export_dtype="bfloat16"), "hf"),
     ("init_from", ("a",), dict(reload_every=5), ("a", "b dynamic=yes")),
-    ("packing", "stream", dict(truncation="drop", padding_side="left"), "best_fit"),
+    ("packing", "stream", dict(truncation="keep_end", padding_side="left"), "best_fit"),
     ("packing", "none", dict(document_mask=True), "stream"),
     ("document_mask", False, dict(eod_id=7), True),
     ("log_every", 0, dict(watch=("*",)), 1),

@@ -216,7 +216,7 @@ FIELDS = {
     "eod_id": (3, opened, IDS | dict(document_mask=True)),
     "token_cache": ("tokens_here", token_folders, TINY),
     "packing": ("none", opened, LINES),
-    "truncation": ("error", opened, WHOLE),
+    "truncation": ("keep_end", opened, WHOLE),
     "padding_side": ("left", opened, WHOLE),
     "columns": (("text=note",), opened, TINY | dict(data=("notes.jsonl",), val_frac=0.0)),
     "eos_token": ("a", eos_id, TINY | dict(tokenizer="words.json")),
@@ -400,8 +400,7 @@ RUNS = {
 }
 
 # Fields whose change is an error, and those that their base needs.
-REFUSED = {"resume", "explicit", "branch_from", "attention", "slices", "truncation",
-           "log_all_processes"}
+REFUSED = {"resume", "explicit", "branch_from", "attention", "slices", "log_all_processes"}
 NEEDED = {"allow_change", "eod_id"}
 
 

@@ -27,7 +27,7 @@ from conftest import ROOT
 
 # ---- chat templates
 
-# In the form of ten families, with their marks of roles, ends and thoughts. {% generation %} marks
+# In the form of families, with their marks of roles, ends and thoughts. {% generation %} marks
 # the answers for transformers; our own labels are found in the same template without these marks.
 CHATML_HEAD = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"""
 CHATML_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -121,22 +121,6 @@ FAMILIES = {
     "{{ '<think>' + (thought if loop.index0 > ns.last else '') + '</think>\n' + text }}" + CALLS
     + "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
-    # gpt-oss: the last answer ends in another token; thoughts are messages, earlier ones dropped.
-    "gpt-oss": LAST_QUESTION + "{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{{ '<|start|>assistant' }}{% generation %}{% if m.reasoning_content and "
-    "loop.index0 > ns.last and (m.tool_calls or loop.last) %}"
-    "{{ '<|channel|>analysis<|message|>' + m.reasoning_content + '<|end|><|start|>assistant' }}"
-    "{% endif %}{% if m.tool_calls %}{{ '<|channel|>commentary<|message|>' }}" + CALLS
-    + "{{ '<|call|>' }}{% else %}{{ '<|channel|>final<|message|>' + m.content }}"
-    "{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}{% endgeneration %}{% else %}"
-    "{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
-    # A hint in the last question, which makes its end another one.
-    "hint": CHATML_HEAD + "{{ m.content if m.role != 'assistant' else '' }}"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}" + CALLS
-    + "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
-    "{% if m.role == 'user' and loop.last %}{{ ' /think' }}{% endif %}{{ '<|im_end|>\n' }}"
-    "{% endif %}{% endfor %}" + CHATML_PROMPT,
     # Phi-4: a token for each role; another one ends the whole text.
     "phi": "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content or '' }}" + CALLS + "{{ '<|end|>' }}{% if loop.last %}"
@@ -272,7 +256,7 @@ def test_labels_are_those_of_transformers(family, tmp_path):
     random conversations no token outside the answers becomes a label, but for white space after an
     answer; those that cannot be decided are refused, which is rare.
 
-    Break: data.py: n_ending = len(token) => pass
+    Break: data.py: ending = _special_token(after, tokenizer) => pass
     """
     transformers = pytest.importorskip("transformers")
     template = FAMILIES[family]
@@ -293,7 +277,8 @@ def test_labels_are_those_of_transformers(family, tmp_path):
         return ids, np.asarray(ignored) == 0, np.array(wanted["assistant_masks"]) == 1
 
     for name, messages in CONVERSATIONS.items():
-        if (family, name) != ("gemma", "tools"):  # its template refuses tools
+        # Gemma's template refuses tools. In Phi's, the end of a call cannot be decided.
+        if name != "tools" or family not in ("gemma", "phi"):
             ids, is_label, mask = labels(messages)
             assert is_label.tolist() == mask.tolist(), (
                 name, data._show_labels(ids, is_label, tokenizer))
@@ -301,7 +286,7 @@ def test_labels_are_those_of_transformers(family, tmp_path):
     rng = random.Random(family)
     n_refused, n_labels = 0, 0
     for _ in range(60):
-        messages = random_conversation(rng, with_tools=family != "gemma")
+        messages = random_conversation(rng, with_tools=family not in ("gemma", "phi"))
         try:
             ids, is_label, mask = labels(messages)
         except ValueError as e:
@@ -334,31 +319,21 @@ FILES = {
                      "corrupted, or not JSON: Extra data: line 4"),
     "an array": ("a.json", json.dumps(TEXTS, indent=4), (), BOTH),
     "cut JSON": ("a.json", '{"text":\n "one', (), "corrupted, or not JSON: Unterminated"),
-    "csv": ("a.csv", 'id,text\n1,one two\n2,"drei\nvier"\n', (), BOTH),
-    "csv with too many": ("a.csv", "id,text\n1,one, two\n", (), "line 2: does not have the co"),
-    "csv, an open quote": ("a.csv", 'id,"text\n1,one\n', (), "after line 0: not separated: "),
-    "csv of old Macs": ("a.csv", "id,text\r1,one two\r\r2,\"drei\nvier\"", (), BOTH),
-    "csv of other columns": ("a.csv", "id,body\n1,one two\n", (), "the file has id, body"),
-    "tsv, quotes that are characters": ("a.tsv", 'text\tid\n"one\t1\ntwo"\t2\n', (),
-                                        "line 3: does not have the columns"),
-    "csv.gz": ("a.csv.gz", gzip.compress(b"text\none two\n"), (), BOTH[:1]),
+    "csv": ("a.csv", "id,text\n1,one two\n", (), "must be a .jsonl or .parquet; make one"),
     "members of gzip": ("a.jsonl.gz", b"".join(
         gzip.compress(line.encode()) for line in LINES.splitlines(True)), (), BOTH),
-    "a long cell": ("a.csv", "text\n" + "word " * 50000 + "\n", (), ["word " * 50000]),
     "text of Windows": ("a.txt", "one\r\ntwo\r\n", (), ["one\r\ntwo\r\n"]),
     "UTF-16": ("a.txt", "one two".encode("utf-16"), (), "not UTF-8"),
-    "a null text": ("a.jsonl", '{"text": null}\n', (), "it has text (NoneType)"),
+    "a null text": ("a.jsonl", '{"text": null}\n', (), "has text (NoneType)"),
     "a missing column": ("a.jsonl", LINES, ("text=body",),
-                         "has no column 'body', but text"),
+                         "has no column 'body': {'text'"),
     "an unused column": ("a.jsonl", '{"text": "a", "body": "one two"}', ("text=body",), BOTH[:1]),
     "two forms": ("a.jsonl", '{"text": "a", "messages": [{"role": "user", "content": "b"}]}\n', (),
-                  "has text and also messages: name the columns to use, as in --columns text="),
+                  "has text (str), messages (list); name the columns to use, as in --columns text="),
     "of two forms the text": ("a.jsonl", '{"text": "one two", "prompt": "a", "completion": "b"}\n',
                               ("text=text",), BOTH[:1]),
-    "a csv with one name twice": ("a.csv", "text,text\na,b\n", (), "two columns have one name"),
     "a tools column that no row has": (
-        "a.jsonl", LINES, ("text=text", "tools=functoins"), "no row has the column of --columns "
-        "tools=functoins"),
+        "a.jsonl", LINES, ("text=text", "tools=functoins"), "has no column 'functoins'"),
 }
 
 
@@ -366,7 +341,7 @@ FILES = {
 def test_files(case, tmp_path):
     """A file becomes the texts that its author meant, or an error that names it.
 
-    Break: data.py: if kind.endswith(JSON_FILES) or _has_json_lines(path): =>
+    Break: data.py: if kind.endswith(JSON_FILES) or n_objects > len(lines) / 2: =>
     if kind.endswith(JSON_FILES):
     """
     name, content, columns, wanted = FILES[case]
@@ -431,8 +406,7 @@ def test_tools_in_tables(tmp_path):
     """Rows with tools have the same tokens in a table, and as JSON texts in .jsonl, as
     transformers gives them.
 
-    Break: data.py: for field in arrow_type if value[field.name] is not None} =>
-    for field in arrow_type}
+    Break: data.py: for name, x in value.items() if x is not None} => for name, x in value.items()}
     """
     transformers = pytest.importorskip("transformers")
     arrow = pytest.importorskip("pyarrow")
@@ -467,30 +441,26 @@ def write_stream(path, table, write):
 
 
 def test_tables(tmp_path):
-    """Tables of both formats of Arrow and of Parquet are read by the columns that are known. A
-    table without one, with two of one name, or with a map is an error; and a corrupted one, whose
-    offsets would end the process.
+    """Tables of Arrow and of Parquet are read by the columns that are known. One with two of one
+    name is an error, and so is a corrupted one, whose offsets would end the process.
 
     Break: data.py: batch.validate(full=True) => pass
     """
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"text": ["one two", "three"] * 20})
-    write_stream(tmp_path / "file.arrow", table, arrow.ipc.new_file)
+    write_stream(tmp_path / "stream.arrow", table, arrow.ipc.new_stream)
     far = arrow.array([2**62] * 40, arrow.timestamp("us"))  # Python has no value for it
     parquet.write_table(table.append_column("at", far), tmp_path / "other.parquet")
-    for name in ("file.arrow", "other.parquet"):
+    for name in ("stream.arrow", "other.parquet"):
         _, documents = tokenized(tmp_path / name, data.make_tokenizer("bytes"), tmp_path)
         texts = [bytes(ids).strip(b"\0").decode() for ids, _ in documents]
         assert texts == ["one two", "three"] * 20
 
     twice = arrow.Table.from_arrays([table["text"]] * 2, ["text"] * 2)
-    tools = arrow.array([[("of", "low")]], arrow.map_(arrow.string(), arrow.string()))
-    for wrong, words in (
-            (table.rename_columns(["body"]), "the file has body. Name one as in"),
-            (twice, "two columns have one name"), (arrow.table({"tools": tools}), "value_type")):
-        path = write_stream(tmp_path / "wrong.arrow", wrong, arrow.ipc.new_stream)
-        with pytest.raises(ValueError, match=f"wrong.arrow.*{words}"):
+    for wrong, write in ((twice, arrow.ipc.new_stream), (table, arrow.ipc.new_file)):
+        path = write_stream(tmp_path / "wrong.arrow", wrong, write)
+        with pytest.raises(ValueError, match="wrong.arrow: not a .parquet or .arrow file"):
             [*data.rows_in(path, -1)]
 
     path = write_stream(tmp_path / "a.arrow", table, arrow.ipc.new_stream)
@@ -520,14 +490,6 @@ CHAT_ROWS = {
     "an image": ({"messages": [said("user", [{"type": "image"}]), said("assistant", "a")]},
                  "message 1: content is"),
     "null": ({"messages": [USER, said("assistant", None)]}, "message 2: content is 'None'"),
-    "an answer first": ({"messages": [said("assistant", "a")]},
-                        "message 1: must have a role of system, developer, user: "),
-    "weight 0": ({"messages": [USER, said("assistant", "a", weight=0), USER,
-                               said("assistant", "b", weight=1)]}, "b<|im_end|>"),
-    "weight 1 of a question": ({"messages": [USER | {"weight": 1}, said("assistant", "a")]},
-                               "message 1: weight is 1; must be 0"),
-    "weight 0.5": ({"messages": [USER, said("assistant", "a", weight=0.5)]},
-                   "message 2: weight is 0.5; must be 0, or 1"),
     "loss_mask": ({"messages": [USER, said("assistant", "a", loss_mask=0)]},
                   "message 2: loss_mask is not known to the chat template"),
     "half a character": ({"messages": [said("user", "\ud83d"), said("assistant", "a")]},
@@ -559,8 +521,6 @@ CHAT_ROWS = {
     "calls and a tool as JSON": ({"tools": [json.dumps({"name": "f", "parameters": "{}"})],
         "messages": [USER, said("assistant", None, tool_calls=json.dumps(
             [{"name": "f", "arguments": ""}]))]}, "f{}<|im_end|>"),
-    "a name of a user": ({"messages": [USER | {"name": "Ann"}, said("assistant", "a")]},
-                         "message 1: the chat template does not render its name"),
     "a thought": ({"messages": [USER, said("assistant", "a", reasoning_content="b")]},
                   "message 2: reasoning_content is not known to the chat template"),
     "ids and empty keys of messages": ({"messages": [USER | {"id": "1", "tool_calls": []}, said(
@@ -579,7 +539,7 @@ def test_rows_of_chats(case, tmp_path):
     """Labels are what the author of the row meant, or an error names the file, line and message;
     with and without marks of the answers in the template.
 
-    Break: data.py: labelled.append(i) => pass
+    Break: data.py: cleaned.append(_clean_message(message, source)) => cleaned.append(message)
     """
     pytest.importorskip("transformers")
     body = CALLING_TEMPLATE[CALLING_TEMPLATE.index("{{ m.content or") :
@@ -602,7 +562,7 @@ def test_rows_of_chats(case, tmp_path):
 
 
 def test_marks_of_some_answers(tmp_path):
-    """With marks of some answers only, a weight of 0 is refused: its answer is not known.
+    """With marks of some answers only, a prompt with answers is refused: which are not known.
 
     Break: data.py: if first < end or is_lost or len(spans) != len(answers): =>
     if first < end or is_lost:
@@ -612,9 +572,8 @@ def test_marks_of_some_answers(tmp_path):
         "{{ m.content }}{% endif %}{% endfor %}"))
     messages = [USER, said("assistant", "a"), USER, said("assistant", "b")]
     assert labels_of({"messages": messages}, tokenizer) == ["b"]
-    messages[1]["weight"] = 0
     with pytest.raises(ValueError, match="cannot determine which characters"):
-        labels_of({"messages": messages}, tokenizer)
+        labels_of({"prompt": messages[:2], "completion": messages[2:]}, tokenizer)
 
 
 def test_marks_in_the_template_for_tools_alone(tmp_path):
@@ -661,14 +620,12 @@ def test_marks_that_take_the_space_beside_them(lstrip, rstrip, tmp_path):
 def test_alpaca_without_a_template(tmp_path):
     """Without a chat template the instruction is a prompt and the output its completion.
 
-    Break: data.py: if not _chat_template(tokenizer): => if False:
+    Break: data.py: prompt = row["instruction"] + "\\n\\n" => prompt = row["instruction"]
     """
     row = {"instruction": "low", "input": "er", "output": "yes"}
     path = write_rows(tmp_path / "a.jsonl", [row])
     shard, ((ids, is_label),) = tokenized(path, data.make_tokenizer("bytes"), tmp_path)
     assert bytes(ids) == b"\0low\n\ner\n\nyes\0"
-    with_system = data.read_record(row | {"system": "be"}, "row", data.make_tokenizer("bytes"))
-    assert with_system["text"] == "be\n\nlow\n\ner\n\n"
     assert bytes(i for i, on in zip(ids, is_label) if on) == b"\0yes\0"
     assert shard["counts"]["rows read as instruction, output"] == 1
     # The end of an empty completion is a label.
@@ -929,13 +886,11 @@ def test_the_characters_of_nanogpt(protocol, tmp_path):
 
 @pytest.mark.parametrize("content, words", [
     (b"cos\nsystem\n(Vtouch pwned\ntR.", "which may run code"),
-    (pickle.dumps(["a"]), "must be a pickle of"),
-    (pickle.dumps({"stoi": {"ab": 0}}), "each character needs an id of its own"),
-    (pickle.dumps({"stoi": {"a": 0, "b": 0}}), "each character needs an id of its own")])
+    (pickle.dumps(["a"]), "must be a pickle of")])
 def test_a_pickle_that_is_no_table_of_characters(content, words, tmp_path, monkeypatch):
     """It is refused by name, and a pickle runs nothing.
 
-    Break: data.py: if instructions & IMPORTS: => if False:
+    Break: data.py: if any(opcode.name in IMPORTS for => if any(opcode.name in () for
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "meta.pkl").write_bytes(content)
@@ -1035,12 +990,12 @@ def test_a_sample_continues_its_prompt(family, tmp_path, monkeypatch):
         assert data.prompt_ids(text, tokenizer) == tokenizer["encode"](text).tolist()
 
 
-# The tokens after an answer, by the templates above. In gpt-oss's, <|end|> also ends thoughts.
+# The tokens after an answer, by the templates above.
 TURN_ENDS = {
     "chatml": ["<|im_end|>"], "qwen3": ["<|im_end|>"], "thinking": ["<|im_end|>"],
     "closed thought": ["<|im_end|>"], "deepseek": ["<|endoftext|>"], "llama": ["<|eot_id|>"],
     "mistral": ["<|endoftext|>"], "gemma": ["<end_of_turn>"], "gemma 4": ["<end_of_turn>"],
-    "glm": ["<|user|>"], "gpt-oss": ["<|return|>"], "hint": ["<|im_end|>"], "phi": ["<|end|>"],
+    "glm": ["<|user|>"], "phi": ["<|end|>"],
     "two ends": ["<|end|>", "<|eot_id|>"],
 }
 TWO_ENDS = CHATML_HEAD + (
@@ -1054,7 +1009,7 @@ def test_a_sample_ends_at_the_end_of_the_turn(tmp_path):
     special tokens. A plain text ends with its document, and so does each sample of a template that
     cannot be rendered.
 
-    Break: data.py: for end in ends if end and end not in after_thought} => for end in ends if end}
+    Break: data.py: for end in ends if end} => for end in ends[:1] if end}
     """
     pytest.importorskip("transformers")
     templates = FAMILIES | {"two ends": TWO_ENDS, "refuses": "{{ raise_exception('no') }}"}
@@ -1174,19 +1129,16 @@ def test_a_prompt_of_the_data_has_whole_characters(tmp_path):
         assert prompt["text"] == "\u3042" * n or (n == 0 and len(prompt["ids"]) == 1)
 
 
-def test_a_template_with_the_date_of_today(tmp_path, monkeypatch):
-    """The fingerprint of chats names the date that their template may hold, so that a resume on
-    another day says why its data differs.
+def test_a_template_with_the_date_of_today(tmp_path):
+    """A template that asks for today's date gets a fixed one: a run has the same data on each day.
 
-    Break: data.py: for name in shard.get("counts", ()) if "strftime_now" in name] =>
-    for name in ()]
+    Break: data.py: return time.strftime(form, time.strptime("2026-01-01", "%Y-%m-%d")) =>
+    return time.strftime(form)
     """
-    pytest.importorskip("transformers")
-    template = "{{ strftime_now('%Y-%m-%d') }}" + SIMPLE_TEMPLATE
-    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", template))
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": [USER, said("assistant", "low")]}])
-    dataset = data.open_dataset([path], tokenizer, folder=tmp_path / "p")
-    assert f"may hold the date, {time.strftime('%Y-%m-%d')}" in data.fingerprint(dataset)
+    template = "{{ strftime_now('%d %b %Y') }}" + SIMPLE_TEMPLATE
+    tokenizer = chat_tokenizer(tmp_path / "t", template)
+    record = data.read_record({"messages": [USER, said("assistant", "low")]}, "row", tokenizer)
+    assert record["text"].startswith("01 Jan 2026<|im_start|>")
 
 
 def test_weights_without_a_tokenizer_json(tmp_path):
@@ -1218,17 +1170,16 @@ WIDE = np.random.default_rng(0).integers(0, 100_000, 4000)
 
 
 @pytest.mark.parametrize("ids, given, words", [
-    (np.uint32(WIDE), "uint16", "integers of 4 bytes, .* set --data_dtype uint32"),
-    (np.int64(WIDE), "uint16", "integers of 8 bytes, .* set --data_dtype int64"),
-    (np.int64(WIDE % 500), "uint32", "set --data_dtype int64"),
+    (np.uint32(WIDE), "uint16", "seems to have integers of more bytes than data_dtype uint16"),
+    (np.int64(WIDE), "uint16", "integers of more bytes"),
+    (np.int64(WIDE % 500), "uint32", "set --data_dtype to uint32 or int64"),
     (np.uint32(WIDE), "uint32", ""), (np.int64(WIDE), "int64", ""),
     (np.uint16(WIDE % 7), "uint16", ""), (np.uint16(WIDE % 2), "uint16", "")])
 def test_widths_of_ids(ids, given, words, tmp_path):
-    """Ids that are read at another width than they were written are an error that names the right
-    one; ids of any vocabulary that are read right are not.
+    """Ids that are read as narrower ones than were written are an error; ids of any vocabulary that
+    are read right are not.
 
-    Break: data.py: if not words[2::4].any() and not words[3::4].any() and words[::4].any(): =>
-    if False:
+    Break: data.py: (16 if first.max() >= 4096 else 1) => 1
     """
     path = tmp_path / "a.bin"
     ids.tofile(path)
@@ -1271,17 +1222,16 @@ def test_folders_with_splits(tmp_path):
 
 
 def test_paths_with_brackets(tmp_path):
-    """Brackets in the name of an existing folder or file are part of the name, in any language.
+    """The name of an existing file is not a glob, also with brackets, in any language.
 
-    Break: data.py: return os.sep.join([*map(glob.escape, parts[:i]), *parts[i:]]) => return pattern
+    Break: data.py: if os.path.lexists(pattern): => if False:
     """
     folder = tmp_path / "d\u00e9j\u00e0 \u8bad [v2]"
-    (folder / "in").mkdir(parents=True)
-    for name in ("a.txt", "b.txt", "in/c.txt", "[x].txt"):
-        (folder / name).write_text("text")
-    for pattern, n in (("a.txt", 1), ("*.txt", 3), ("[ab].txt", 2), ("**/*.txt", 4),
-                       ("[x].txt", 1), ("../d*/b.txt", 1)):
-        assert len(data.expand([folder / pattern])) == n
+    folder.mkdir()
+    (folder / "[x].txt").write_text("text")
+    (tmp_path / "x.txt").write_text("text")
+    for pattern in (folder / "[x].txt", tmp_path / "[x].txt"):
+        assert len(data.expand([pattern])) == 1
 
 
 def few_answers(path):
@@ -1348,23 +1298,18 @@ def test_chats_with_tools_that_are_not_rendered(tmp_path):
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 def test_data_without_a_label(packing, tmp_path):
-    """Data without any label, validation data without one, and an evaluation that reads none are
-    errors before training, however documents are packed.
+    """Data without any label and validation data without one are errors before training, however
+    documents are packed.
 
     Break: data.py: if not has_label(shard): => if False:
     """
     some = few_answers(tmp_path / "some.jsonl")
-    none = write_rows(tmp_path / "none.jsonl", [{"messages": [
-        USER, said("assistant", "a", weight=0)]}] * 9)
-    texts = write_rows(tmp_path / "texts.jsonl", [{"text": "low"}] * 99)
+    none = write_rows(tmp_path / "none.jsonl", [{"messages": [USER]}] * 9)
     cases = [(dict(data=none), "none.jsonl: no token is a label"),
              (dict(data=some), "val_frac 0.2: leaves "),
              (dict(data=some, val_data=none), "none.jsonl: no token is a label")]
-    if packing == "stream":
-        cases.append((dict(data=texts, val_data=some), "eval_batches 1: .*some.jsonl: the 1 seq"))
     cfg = config.Config(tokenizer=chat_tokenizer(tmp_path / "t")["name"], val_frac=0.2, seq_len=64,
-                        packing=packing, token_cache=str(tmp_path / "cache"), eval_batches=1,
-                        batch_size=1, out_dir=str(tmp_path / "out"))
+                        packing=packing, token_cache=str(tmp_path / "cache"))
     for files, words in cases:
         files = {name: (str(path),) for name, path in files.items()}
         with pytest.raises(ValueError, match=words):
@@ -1406,7 +1351,7 @@ def test_ids_of_an_unknown_vocabulary(tmp_path):
     assert tokenizer["decode"]([72, 300, 105]) == "<72><300><105>"
     assert tokenizer["stops"] == {300}
     assert data.make_cfg_tokenizer(dataclasses.replace(cfg, vocab_size=256))["decode"]([72]) == "H"
-    with pytest.raises(ValueError, match="a.bin are not bytes, so that 'Hi' has no ids; set"):
+    with pytest.raises(ValueError, match="in the data are not bytes, so that 'Hi' has no ids; set"):
         tokenizer["encode"]("Hi")
 
     path = write_rows(tmp_path / "a.jsonl", [{"input_ids": [72, 299]}])
@@ -1452,14 +1397,14 @@ class ByIndex:
         return len(self.rows)
 
     def __getitem__(self, i):
-        return self.rows[i % len(self.rows)]  # never an IndexError
+        return self.rows[i]
 
 
 def test_rows_from_python(tiny, tmp_path, monkeypatch):
     """Rows given by a Python program train as the same rows in a file do, and the run resumes from
     them, by index as from an iterator. Without an out_dir, their file names the run.
 
-    Break: data.py: rows = map(rows.__getitem__, range(len(rows))) => rows = []
+    Break: data.py: temporary.replace(path) => pass
     """
     rows = [{"text": f"row {i} of the text"} for i in range(80)]
     cfg = tiny(data=(), val_frac=0.1, steps=2, seq_len=16, sample_tokens=0, vocab_size=0)
@@ -1545,7 +1490,7 @@ def test_rows_of_libraries(row, wanted, tmp_path):
 def test_rows_of_arrow(tmp_path):
     """Scalars of Arrow are values. Of a data set that says its features, a null counts as missing.
 
-    Break: data.py: kept = _without_nulls(kept) => pass
+    Break: data.py: kept = {column: _without_nulls(x) for column, x in kept.items()} => pass
     """
     table = ByIndex([{"messages": [{"role": "user", "name": None}], "body": "b"}])
     table.features = {}
