@@ -625,8 +625,6 @@ def _write_documents(records, tokenizer, files):
         n = append(record["ids"], record["ignored"])
         n_more += record["n_bytes"] - len(record["ids"])
         files["bytes_at"].write(np.int64((n, n + n_more)))
-        if record["form"] != "text":
-            counts[f"rows read as {record['form']}"] += 1
 
         # End a document.
         if record["is_last"]:
@@ -705,7 +703,6 @@ def _groups_of_records(paths, tokenizer, columns):
 def read_record(row, where, tokenizer):
     """The record of a row: {
         "kind": "text", "pair", "chat" or "ids",
-        "form": the columns from which it was read, for the summary,
         "text": a text; of a pair, the prompt; of a chat, what the chat template renders,
         "completion": of a pair,
         "n_bytes": of the text, or of both,
@@ -729,7 +726,7 @@ def read_record(row, where, tokenizer):
         if "\0" in text or (not text.isascii() and re.search("[\ud800-\udfff]", text)):
             raise ValueError("has a zero byte or a lone surrogate, which no text has")
         _check_columns(row, record.get("used", ()))
-    return {"form": form, "n_bytes": len(text.encode())} | record
+    return {"n_bytes": len(text.encode())} | record
 
 
 def _check_columns(row, used):
@@ -776,9 +773,8 @@ def _find_form(row):
             found.append(form)
     if len(found) != 1:
         fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
-        raise ValueError(f"must have one of {'; '.join(FORMS)}, as texts or lists of messages, and "
-                         f"has {fields or 'no fields'}; name the columns to use, as in --columns "
-                         "text=content")
+        raise ValueError(f"must have one of {'; '.join(FORMS)}, and has {fields or 'no fields'}; "
+                         "name the columns to use, as in --columns text=content")
     return found[0]
 
 
@@ -831,6 +827,7 @@ def _file_kind(path):
     return path.name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
+@contextlib.contextmanager
 def _open_utf8(path):
     """Open a text file. Errors in reading it are ValueErrors that name it."""
     with io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline="\n") as file:
@@ -932,10 +929,9 @@ def _write_once(folder, write, read):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if read() is None:
             try:
-                for leftover in (folder, temporary):
-                    shutil.rmtree(leftover, ignore_errors=True)
-                temporary.mkdir()
+                temporary.mkdir(exist_ok=True)
                 write(temporary)
+                shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
                 temporary.rename(folder)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -977,6 +973,7 @@ def make_tokenizer(name, eos_token=""):
     return dict(_read_tokenizer(name, eos_token, written_at))
 
 
+@lru_cache(maxsize=8)
 def _read_tokenizer(name, eos_token, written_at):
     """Make a tokenizer. It is cached, and read again when its files have other times."""
     if name == "bytes":
@@ -1036,8 +1033,7 @@ def check_has_end(tokenizer, where):
     """Raise ValueError for a tokenizer that cannot end the documents of a file of text."""
     if tokenizer["eos"] is None:
         raise ValueError(f"tokenizer {tokenizer['name']!r}: has no end-of-document token, which "
-                         f"the text in {where} needs; name one of its tokens with --eos_token. "
-                         "Token files (.bin, .npy) need none")
+                         f"the text in {where} needs; name one of its tokens with --eos_token")
 
 
 def _bytes_tokenizer(eos_token):
@@ -1312,10 +1308,8 @@ def check_ids(rows, vocab_size, shards):
     if not vocab_size or not rows.size or (rows.min() >= 0 and rows.max() < vocab_size):
         return
     i, j = np.argwhere((rows < 0) | (rows >= vocab_size))[0]
-    raise ValueError(
-        f"{shards[i]['name']}: token id {rows[i, j]} is not in [0, {vocab_size}), the vocabulary "
-        "of the model: use the tokenizer of the model. A new model may have a larger "
-        "--vocab_size; a .bin file may need another --data_dtype")
+    raise ValueError(f"{shards[i]['name']}: token id {rows[i, j]} is not in [0, {vocab_size}), the "
+                     "vocabulary of the model; see --tokenizer, --vocab_size and --data_dtype")
 
 
 def _check_unchanged(shard):
@@ -1580,8 +1574,7 @@ def _open_token_files(paths, seq_format, dtype, eod_id):
     """
     if seq_format["document_mask"] and not 0 <= eod_id < (seq_format["vocab_size"] or 2**63):
         raise ValueError(f"{paths[0]}: with document_mask, token files need the id between "
-                         f"documents, and eod_id {eod_id} is not an id; set --eod_id (50256 for "
-                         "GPT-2)")
+                         f"documents; set --eod_id (50256 for GPT-2), which is {eod_id}")
     shards = []
     for path in paths:
         tokens = _map_npy(path) if path.suffix.lower() == ".npy" else _map_bin(path, dtype)
@@ -1692,8 +1685,8 @@ def messages_in(value):
 
 # Names of roles in ShareGPT's form, {"from", "value"}.
 SHAREGPT_ROLES = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant",
-    "bing": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool",
+    "human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool",
+    "function_response": "tool",
 }
 
 
@@ -2134,7 +2127,7 @@ def preview_prompt(dataset):
 
 # ---- file formats
 
-JSON_FILES = (".json", ".jsonl", ".ndjson", ".jsonlines", ".ldjson", ".jl")
+JSON_FILES = (".json", ".jsonl", ".ndjson")
 
 
 def _row_reader(path, columns):
@@ -2336,20 +2329,18 @@ def _hf_tokenizer(name, eos_token):
     # The library may raise any exception.
     with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
         tok = library.Tokenizer.from_file(str(path))
-        special_tokens = _read_settings(name, "special_tokens_map.json")
-        config = _read_settings(name, "tokenizer_config.json")
+        settings = _read_settings(name, "special_tokens_map.json")
+        settings |= _read_settings(name, "tokenizer_config.json")
         generation = _read_settings(name, "generation_config.json")
-        named = {*_named_tokens(special_tokens), *_named_tokens(config),
-                 *_read_settings(name, "added_tokens.json")}
-        missing = sorted(text for text in named if tok.token_to_id(text) is None)
+        named = {*_named_tokens(settings), *_read_settings(name, "added_tokens.json")}
+        missing = [text for text in sorted(named) if tok.token_to_id(text) is None]
+        if missing:
+            raise ValueError("its settings name tokens that tokenizer.json lacks: "
+                             f"{', '.join(missing)}; {_HOW_TO_MAKE}")
         # As transformers does: a token that is named is not cut into pieces.
-        tok.add_special_tokens(sorted(named - {*missing}))
-        declared = _token_text((special_tokens | config).get("eos_token"))
-        eos_name = eos_token or declared
+        tok.add_special_tokens(sorted(named))
+        eos_name = eos_token or _token_text(settings.get("eos_token"))
         eos = tok.token_to_id(eos_name) if eos_name else None
-    if missing:
-        raise ValueError(f"tokenizer {name!r}: its settings name tokens that tokenizer.json lacks: "
-                         f"{', '.join(missing)}; {_HOW_TO_MAKE}")
     if hasattr(tok.model, "dropout"):  # BPE dropout would draw at random
         tok.model.dropout = None
     tok.no_truncation()  # a tokenizer.json stores the last truncation and padding

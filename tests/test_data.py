@@ -271,8 +271,8 @@ def test_token_files(kind, tmp_path):
     """Token files of nanoGPT, llm.c and NumPy are read as they were written, without a copy in
     memory.
 
-    Break: data.py: return np.memmap(path, dtype, "r", offset) =>
-    return np.memmap(path, dtype, "r", offset and 1022)
+    Break: data.py: tokens = np.memmap(path, dtype, "r", offset) =>
+    tokens = np.memmap(path, dtype, "r", offset and 1022)
     """
     path, dtype = tmp_path / "a.bin", "uint16"
     if kind.startswith("npy"):
@@ -728,7 +728,8 @@ def test_the_folder_of_tokens():
     Break: data.py: home = os.path.expanduser(cfg.cache_dir) or cfg.out_dir =>
     home = cfg.out_dir
     """
-    for token_cache, cache_dir, wanted in (("t", "c", "t"), ("", "c", "c/data"), ("", "", "o/data")):
+    cases = (("t", "c", "t"), ("", "c", "c/data"), ("", "", "o/data"))
+    for token_cache, cache_dir, wanted in cases:
         cfg = config.Config(token_cache=token_cache, cache_dir=cache_dir, out_dir="o")
         assert data._token_cache_folder(cfg) == wanted
 
@@ -1318,7 +1319,7 @@ def test_a_huge_file_opens_at_once(tmp_path):
     """A file of 100 GB (sparse) opens and gives a batch without being read, and a batch far into
     training is built as the first is.
 
-    Break: data.py: N_SCANNED = 2**22 => N_SCANNED = 2**40
+    Break: data.py: n = max(2**20 // len(shards), 2**10) => n = 2**40
     """
     path = tmp_path / "huge.bin"
     with open(path, "wb") as file:

@@ -24,7 +24,7 @@ import train
 def test_entries_with_names_become_sets(tmp_path, monkeypatch):
     """Entries with the same name are one set; an existing path with "=" is a path.
 
-    Break: data.py: if named and not _is_path(text) else => if named else
+    Break: data.py: if named and not _matches(text) else => if named else
     """
     monkeypatch.chdir(tmp_path)
     os.makedirs("lang=en")
