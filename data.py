@@ -904,9 +904,9 @@ def _cache_key(paths, tokenizer, columns):
     the source of READER_SECTIONS.
     """
     source = Path(__file__).read_text(encoding="utf-8")
-    sections = re.split(r"(?m)^# ---- (.+)$", source)  # each banner, then its text
-    code = [zlib.crc32(text.encode()) for banner, text in zip(sections[1::2], sections[2::2])
-            if banner in READER_SECTIONS]
+    parts = re.split(r"(?m)^# ---- (.+)$", source)  # each banner, then its text
+    sections = dict(zip(parts[1::2], parts[2::2]))
+    code = [sections.get(banner) for banner in READER_SECTIONS]
     content = []
     for file in chain.from_iterable(map(_files_of, paths)):
         identity = [file.suffixes[-2:], *content_id(file)]
@@ -2476,9 +2476,8 @@ def _without_first_space(library, tok):
     return library.Tokenizer.from_str(json.dumps(settings))
 
 
-def _fixed_date(form):
-    """A date for templates that hold today's: the tokens of a run must be the same on each day."""
-    return time.strftime(form, time.strptime("2026-01-01", "%Y-%m-%d"))
+# Before a template that asks for today's date: the tokens of a run must be the same on each day.
+FIXED_DATE = "{% macro strftime_now(form) %}01 Jan 2026{% endmacro %}\n"
 
 
 def _load_chat_template(name):
@@ -2504,9 +2503,9 @@ def _load_chat_template(name):
             return None
         with as_value_error("the chat template refuses it", Exception):
             texts, spans = library.utils.chat_template_utils.render_jinja_template(
-                [messages], tools, chat_template=settings.get_chat_template(None, tools),
-                return_assistant_tokens_mask=marked, add_generation_prompt=add_generation_prompt,
-                strftime_now=_fixed_date, **settings.special_tokens_map)
+                [messages], tools, return_assistant_tokens_mask=marked,
+                chat_template=FIXED_DATE + settings.get_chat_template(None, tools),
+                add_generation_prompt=add_generation_prompt, **settings.special_tokens_map)
         return spans[0] if marked else texts[0]
 
     return {"render": render, "source": source}
