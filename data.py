@@ -929,9 +929,9 @@ def _write_once(folder, write, read):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if read() is None:
             try:
+                shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
                 temporary.mkdir(exist_ok=True)
                 write(temporary)
-                shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
                 temporary.rename(folder)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -1107,16 +1107,13 @@ def describe(dataset):
     # Optional: several datasets, mixed by weight.
     if "mixture" in dataset:
         return _describe_mixture(dataset["mixture"])
-    is_stream = dataset["seq_format"]["packing"] == "stream"
-    if is_stream:
+    if dataset["seq_format"]["packing"] == "stream":
         facts = [f"{dataset['lengths'].sum():,} tokens", f"{dataset['n']:,} sequences"]
     else:
         facts = _describe_packing(dataset)  # optional: packing
     for shard in dataset["shards"]:
         if not shard["token_offset"]:  # the second part of a split has the same counts
-            for name, n in shard.get("counts", {}).items():
-                if n and (is_stream or name != "documents"):
-                    facts.append(f"{n:,} {name}")
+            facts += [f"{n:,} {name}" for name, n in shard.get("counts", {}).items() if n]
     lines = [", ".join(facts)]
     # Optional: tokens that are not labels.
     if any("ignored" in shard for shard in dataset["shards"]):
@@ -1192,14 +1189,13 @@ def split(dataset, val_frac):
     train_shards = []
     val_shards = []
     for shard in dataset["shards"]:
-        # n_train: how many tokens of this shard and those after it are for training.
-        n = len(shard["tokens"])
-        cut = min(max(n_train, 0), n)
-        n_train -= n
+        # n_train: how many tokens of this shard and those after it are for training; it may be
+        # negative.
         if seq_format["packing"] == "stream":
-            sides = _cut_tokens(shard, cut, seq_format["seq_len"])
+            sides = _cut_tokens(shard, n_train, seq_format["seq_len"])
         else:  # optional: packing
-            sides = _cut_documents(shard, cut)
+            sides = _cut_documents(shard, n_train)
+        n_train -= len(shard["tokens"])
         for side, shards in zip(sides, (train_shards, val_shards)):
             if side:
                 shards.append(side)
