@@ -385,8 +385,8 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
     patterns: files, globs or dataset folders; empty: the standard library. All documents form one
     shard, tokenized into `folder` once. Each token file is a shard. dtype: of .bin files. eod_id:
     the id between their documents; -1 when unknown. columns: see `rows_in`. field: see `expand`.
-    Raises ValueError naming the file that is missing, malformed, too short for a sequence with a
-    label (unless may_be_empty), or has an id that is not below vocab_size.
+    Raises ValueError naming the file that is missing, malformed, or too short for a sequence with a
+    label (unless may_be_empty).
     """
     seq_format = SEQ_FORMAT | seq_format
     paths = expand(patterns, field=field) if patterns else _standard_library()
