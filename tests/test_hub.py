@@ -7,7 +7,6 @@ import hashlib
 import http.server
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
