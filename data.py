@@ -796,7 +796,10 @@ def encode_records(records, tokenizer):
         if record["kind"] == "text":
             pairs.append((next(encoded), False))
         elif record["kind"] == "pair":
-            pairs.append(_join_prompt(next(encoded), next(completions)))
+            prompt = next(encoded)
+            completion = next(completions)
+            ignored = np.repeat([1, 0], [len(prompt), len(completion)])
+            pairs.append((np.concatenate([prompt, completion]), ignored))
         elif record["kind"] == "chat":
             pairs.append(_ignore_outside(next(chats), record, tokenizer))
         else:
@@ -962,7 +965,7 @@ def make_tokenizer(name, eos_token=""):
         "special_tokens": {text: id},
         "openings": ids that may begin a prompt: those of special_tokens, but not of all that were
             added, such as runs of spaces,
-        "chat": None, or a function that loads the chat template,
+        "chat": a function that loads the chat template, see `_load_chat_template`,
         "piece": characters of the pieces in which a text is encoded; -1: in one,
         "key": a JSON value that identifies the tokenizer,
         "name": for messages}.
@@ -1006,7 +1009,7 @@ def _read_tokenizer(name, eos_token, written_at):
     defaults = {
         "encode_with_offsets": lambda texts: [],  # without a chat template there are no chats
         "bos": None, "start": eos or 0, "stops": {eos} - {None}, "special_tokens": special_tokens,
-        "openings": {*special_tokens.values()}, "chat": None, "key": name,
+        "openings": {*special_tokens.values()}, "chat": lambda: None, "key": name,
         "piece": 2**14 if _can_cut(encode_batch, special_tokens) else -1,
     }
     tokenizer = defaults | library
@@ -1654,7 +1657,7 @@ def _read_prompt_or_chat(form, row, tokenizer):
         if not _is_empty(row.get("input")):
             prompt += _content_text(row["input"]) + "\n\n"
         # A tokenizer without a chat template gets a prompt and a completion.
-        if _chat_template(tokenizer):
+        if tokenizer["chat"]():
             prompt = [{"role": "user", "content": prompt.removesuffix("\n\n")}]
             completion = [{"role": "assistant", "content": completion}]
     else:
@@ -1758,11 +1761,6 @@ def _functions(holders):
     return parsed
 
 
-def _chat_template(tokenizer):
-    """The result of `_load_chat_template` for a tokenizer; None without a chat template."""
-    return tokenizer["chat"]() if tokenizer["chat"] else None
-
-
 def render_chat(messages, tools, tokenizer, n_prompt=0):
     """Render a conversation in the tokenizer's chat template: (text, spans).
 
@@ -1796,7 +1794,7 @@ def _open_chat(messages, tools, tokenizer):
     """The messages as the tokenizer's chat template expects them, and a function that renders
     messages, see `_load_chat_template`.
     """
-    template = _chat_template(tokenizer)
+    template = tokenizer["chat"]()
     if not template:
         raise ValueError("messages need a chat template; set --tokenizer to a folder that "
                          "transformers saved with one")
@@ -1862,17 +1860,11 @@ def _answer_span(render, messages, text, i, tokenizer):
         opening = prompt[len(shorter) :].lstrip() if prompt.startswith(shorter) else ""
         header = _special_token(opening, tokenizer)
         first = before.rfind(header)
-        first += _n_common(before[first:], opening)
+        first += len(os.path.commonprefix([before[first:], opening]))
         is_found = is_found and header and text.startswith(before[:first])
     if not is_found or not text.endswith(rest):
         return -1, -1
     return first, len(text) - len(rest)
-
-
-def _n_common(a, b):
-    """The number of characters that two texts have in common at their beginning."""
-    differ = (i for i, (x, y) in enumerate(zip(a, b)) if x != y)
-    return next(differ, min(len(a), len(b)))
 
 
 def _special_token(text, tokenizer):
@@ -1895,12 +1887,6 @@ def _named_columns(row, columns, where):
 def _parsed(value):
     """A value that may be written as JSON text, parsed."""
     return _parse_json(value, repr(value[:60])) if isinstance(value, str) else value
-
-
-def _join_prompt(prompt, completion):
-    """(ids, ignored) of a prompt and its completion; a prompt is not a label."""
-    ignored = np.repeat([1, 0], [len(prompt), len(completion)])
-    return np.concatenate([prompt, completion]), ignored
 
 
 def _ignore_outside(encoded, record, tokenizer):
@@ -2089,7 +2075,7 @@ def turn_ends(tokenizer):
     """The ids that end an answer in the chat template: the special tokens after an answer at the
     end of a conversation and before another question.
     """
-    template = _chat_template(tokenizer)
+    template = tokenizer["chat"]()
     if not template:
         return set()
     answers = ("forty-two", "seventeen")
@@ -2387,8 +2373,7 @@ def _hf_tokenizer(name, eos_token):
         "stops": stops,
         "special_tokens": {token.content: i for i, token in added_tokens.items()},
         "openings": {i for i, token in added_tokens.items() if token.special},
-        # A tokenizer.json alone has no chat template.
-        "chat": cache(partial(_load_chat_template, name)) if len(files) > 1 else None,
+        "chat": cache(partial(_load_chat_template, name, files)),
         "key": [zlib.crc32(file.read_bytes()) for file in files],
     }
 
@@ -2476,7 +2461,7 @@ def _without_first_space(library, tok):
 FIXED_DATE = "{% macro strftime_now(form) %}01 Jan 2026{% endmacro %}\n"
 
 
-def _load_chat_template(name):
+def _load_chat_template(name, files):
     """The chat template of a folder, or None: {
         "render": (messages, tools, add_generation_prompt=False) -> text; with marked=True [first,
             last) of the characters between its marks {% generation %}, None if it has no marks,
@@ -2485,6 +2470,8 @@ def _load_chat_template(name):
     Only the template comes from transformers: its class for a folder may encode text in another way
     than the folder's tokenizer.json.
     """
+    if len(files) == 1:  # a tokenizer.json alone
+        return None
     library = require("transformers", f"tokenizer {name!r}: a chat")
     with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
         settings = library.PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)

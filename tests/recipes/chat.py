@@ -46,7 +46,7 @@ def chat(cfg, hooks=(), task=train.TEXT):
 def converse(speaker):
     """Read lines, and print an answer to each."""
     tokenizer, cfg = speaker["tokenizer"], speaker["cfg"]
-    has_template = bool(tokenizer["chat"] and tokenizer["chat"]())
+    has_template = bool(tokenizer["chat"]())
     if not has_template:
         print(f"The tokenizer {cfg.tokenizer} has no chat template: the model continues each line "
               "as it stands, and forgets it.")
