@@ -1860,7 +1860,7 @@ def _answer_span(render, messages, text, i, tokenizer):
         opening = prompt[len(shorter) :].lstrip() if prompt.startswith(shorter) else ""
         header = _special_token(opening, tokenizer)
         first = before.rfind(header)
-        first += len(os.path.commonprefix([before[first:], opening]))
+        first += len(os.path.commonprefix([before[first:], opening]))  # noqa: RUF071
         is_found = is_found and header and text.startswith(before[:first])
     if not is_found or not text.endswith(rest):
         return -1, -1
