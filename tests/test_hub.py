@@ -360,7 +360,7 @@ def test_only_the_needed_files_are_fetched(launch, hub_server):
         repos[f"datasets/o/{name}"] = {"main": (COMMIT_1, days), "v2": (COMMIT_2, days)}
     paths = launch(FETCH, endpoint, *wanted)
     assert [*downloads(requests).values()] == [*wanted.values()]
-    error, = launch(FETCH, endpoint, "hf://o/x")
+    error, *_ = launch(FETCH, endpoint, "hf://o/x")
     assert error.startswith("error: hf://o/x: ")
     requests.clear()
     assert launch(FETCH, endpoint, *wanted) == paths
