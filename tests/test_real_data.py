@@ -16,13 +16,18 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
+import tokenizers
+import transformers
 
 import config
 import data
 import model
 import train
 from conftest import ROOT
+from test_data import make_bpe, write_rows
 
 # ---- chat templates
 
@@ -126,12 +131,7 @@ FAMILIES = {
     "{{ eos_token }}{% endif %}{% endgeneration %}{% else %}{{ m.content + '<|end|>' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
 }
-SPECIAL_TOKENS = (
-    "<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>",
-    "</tool_call>", "<|User|>", "<|Assistant|>", "<|tool|>", "<|start_header_id|>",
-    "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "[INST]", "[/INST]", "[TOOL_RESULTS]",
-    "[/TOOL_RESULTS]", "<start_of_turn>", "<end_of_turn>", "[gMASK]", "<|user|>", "<|assistant|>",
-    "<|system|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+
 
 
 def said(role, content, **more):
@@ -169,18 +169,6 @@ def rendered_keys(messages, template):
             for message in messages]
 
 
-def make_bpe(special_tokens=SPECIAL_TOKENS):
-    """Train a byte-level tokenizer with the real library on one line."""
-    tokenizers = pytest.importorskip("tokenizers")
-    tok = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tok.decoder = tokenizers.decoders.ByteLevel()
-    tok.train_from_iterator(["low lower lowest"] * 9, tokenizers.trainers.BpeTrainer(
-        vocab_size=340, special_tokens=list(special_tokens),
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
-    return tok
-
-
 def save_folder(path, template=None, tok=None, **settings):
     """Write a tokenizer's folder by hand; the path as text."""
     path.mkdir(parents=True, exist_ok=True)
@@ -194,7 +182,6 @@ def save_folder(path, template=None, tok=None, **settings):
 
 def chat_tokenizer(path, template=SIMPLE_TEMPLATE, tok=None):
     """A tokenizer with a chat template, from a new folder."""
-    pytest.importorskip("transformers")
     return data.make_tokenizer(save_folder(path, template, tok))
 
 
@@ -202,11 +189,6 @@ def labels_of(row, tokenizer):
     """The texts of the spans that are labels."""
     record = data.read_record(row, "row", tokenizer)
     return [record["text"][first:last] for first, last in record["spans"]]
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def tokenized(path, tokenizer, tmp_path, columns=()):
@@ -251,13 +233,11 @@ def random_conversation(rng, with_tools):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_labels_are_those_of_transformers(family, tmp_path):
-    """Without marks in the template the labels are those that transformers takes from its marks. In
-    random conversations no token outside the answers becomes a label, but for white space after an
-    answer; those that cannot be decided are refused, which is rare.
+    """Without marks in the template the labels are those that transformers takes from its marks; in
+    random conversations few are refused, and no token outside the answers is a label.
 
     Break: data.py: ending = _special_token(after, tokenizer) => pass
     """
-    transformers = pytest.importorskip("transformers")
     template = FAMILIES[family]
     tok = make_bpe()
     tokenizer = data.make_tokenizer(save_folder(
@@ -322,6 +302,8 @@ FILES = {
     "members of gzip": ("a.jsonl.gz", b"".join(
         gzip.compress(line.encode()) for line in LINES.splitlines(True)), (), BOTH),
     "text of Windows": ("a.txt", "one\r\ntwo\r\n", (), ["one\r\ntwo\r\n"]),
+    "a byte order mark": ("a.txt", "\ufeffone", (), ["one"]),
+    "a byte order mark of JSON": ("a.jsonl", "\ufeff" + LINES, (), BOTH),
     "UTF-16": ("a.txt", "one two".encode("utf-16"), (), "not UTF-8"),
     "a null text": ("a.jsonl", '{"text": null}\n', (), "has text (NoneType)"),
     "a missing column": ("a.jsonl", LINES, ("text=body",),
@@ -377,39 +359,23 @@ def tool_rows():
 
 
 def as_arrow_json(rows):
-    """A table as datasets 5 writes one: messages and parameters are JSON as text."""
-    arrow = pytest.importorskip("pyarrow")
+    """A table as datasets 5 writes one: messages and tools are JSON as text."""
     if not hasattr(arrow, "json_"):
         pytest.skip("this pyarrow has no type for JSON")
-
-    def json_array(values):
-        texts = arrow.array([json.dumps(value) for value in values], arrow.string())
-        return arrow.ExtensionArray.from_storage(arrow.json_(), texts)
-
-    def lists(column, flat):
-        ends = np.cumsum([0, *(len(row[column]) for row in rows)])
-        return arrow.ListArray.from_arrays(arrow.array(ends, arrow.int32()), flat)
-
-    functions = [tool["function"] for row in rows for tool in row["tools"]]
-    functions = arrow.StructArray.from_arrays(
-        [arrow.array([function["name"] for function in functions]),
-         json_array([function["parameters"] for function in functions])], ["name", "parameters"])
-    tools = arrow.StructArray.from_arrays(
-        [arrow.array(["function"] * len(functions)), functions], ["type", "function"])
-    messages = [message for row in rows for message in row["messages"]]
-    return arrow.table({"messages": lists("messages", json_array(messages)),
-                        "tools": lists("tools", tools)})
+    columns = {}
+    for name in ("messages", "tools"):
+        texts = [json.dumps(value) for row in rows for value in row[name]]
+        ends = np.cumsum([0, *(len(row[name]) for row in rows)])
+        values = arrow.ExtensionArray.from_storage(arrow.json_(), arrow.array(texts))
+        columns[name] = arrow.ListArray.from_arrays(arrow.array(ends, arrow.int32()), values)
+    return arrow.table(columns)
 
 
 def test_tools_in_tables(tmp_path):
-    """Rows with tools have the same tokens in a table, and as JSON texts in .jsonl, as
-    transformers gives them.
+    """Rows with tools have the tokens of transformers, in a table and as JSON texts.
 
     Break: data.py: for name, x in value.items() if x is not None} => for name, x in value.items()}
     """
-    transformers = pytest.importorskip("transformers")
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     rows = tool_rows()
     table = arrow.Table.from_pylist(rows)
     parquet.write_table(table, tmp_path / "a.parquet")
@@ -440,13 +406,10 @@ def write_stream(path, table, write):
 
 
 def test_tables(tmp_path):
-    """Tables of Arrow and of Parquet are read by the columns that are known. One with two of one
-    name is an error, and so is a corrupted one, whose offsets would end the process.
+    """Tables of Arrow and Parquet are read by known columns; a corrupted one is an error, no crash.
 
     Break: data.py: batch.validate(full=True) => pass
     """
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"text": ["one two", "three"] * 20})
     write_stream(tmp_path / "stream.arrow", table, arrow.ipc.new_stream)
     far = arrow.array([2**62] * 40, arrow.timestamp("us"))  # Python has no value for it
@@ -535,12 +498,11 @@ CHAT_ROWS = {
 
 @pytest.mark.parametrize("case", CHAT_ROWS)
 def test_rows_of_chats(case, tmp_path):
-    """Labels are what the author of the row meant, or an error names the file, line and message;
-    with and without marks of the answers in the template.
+    """Labels are what the author meant, or an error names file, line and message, with and without
+    marks.
 
     Break: data.py: cleaned.append(_clean_message(message, source)) => cleaned.append(message)
     """
-    pytest.importorskip("transformers")
     body = CALLING_TEMPLATE[CALLING_TEMPLATE.index("{{ m.content or") :
                             CALLING_TEMPLATE.index("{{ '<|im_end|>")]
     marked = CALLING_TEMPLATE.replace(body, (
@@ -560,24 +522,8 @@ def test_rows_of_chats(case, tmp_path):
             assert labels_in(ids, is_label, tokenizer) == wanted
 
 
-def test_marks_of_some_answers(tmp_path):
-    """With marks of some answers only, a prompt with answers is refused: which are not known.
-
-    Break: data.py: if first < end or is_lost or len(spans) != len(answers): =>
-    if first < end or is_lost:
-    """
-    tokenizer = chat_tokenizer(tmp_path / "t", CHATML_HEAD + (
-        "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
-        "{{ m.content }}{% endif %}{% endfor %}"))
-    messages = [USER, said("assistant", "a"), USER, said("assistant", "b")]
-    assert labels_of({"messages": messages}, tokenizer) == ["b"]
-    with pytest.raises(ValueError, match="cannot determine which characters"):
-        labels_of({"prompt": messages[:2], "completion": messages[2:]}, tokenizer)
-
-
 def test_marks_in_the_template_for_tools_alone(tmp_path):
-    """Of several templates the one that renders a row decides whether its marks are used; and a
-    changed one changes the key of the tokens.
+    """The template that renders a row decides on its marks; a changed one changes the key.
 
     Break: data.py: "additional_chat_templates/*", => "",
     """
@@ -596,12 +542,10 @@ def test_marks_in_the_template_for_tools_alone(tmp_path):
 
 @pytest.mark.parametrize("lstrip, rstrip", [(True, False), (False, True), (True, True)])
 def test_marks_that_take_the_space_beside_them(lstrip, rstrip, tmp_path):
-    """A special token that takes the space before or after it is a label only if its own text is in
-    an answer.
+    """A token that takes the space beside it is a label only if its text is in an answer.
 
     Break: data.py: starts[k] += len(piece) - len(piece.lstrip()) => pass
     """
-    tokenizers = pytest.importorskip("tokenizers")
     tok = make_bpe()
     for text in ("<|user|>", "<|assistant|>", "<|end|>"):
         tok.add_special_tokens([tokenizers.AddedToken(
@@ -649,8 +593,7 @@ def test_alpaca_without_a_template(tmp_path):
     ({"input_ids": [5], "completion_mask": [0]}, "no token would hold the column comp", None),
     ({"text": "a", "input_ids": [5]}, "has text (str), input_ids (list)", None)])
 def test_rows_of_token_ids(row, wanted, is_label, tmp_path):
-    """Ids, labels and attention_mask are read as they are, without an id between rows, from a file
-    of JSON and from Python; or the row is refused by name.
+    """Ids, labels and masks are read as they are, from JSON and Python, or refused by name.
 
     Break: data.py: "ignored": labels[is_used] == IGNORE => "ignored": False
     """
@@ -668,28 +611,10 @@ def test_rows_of_token_ids(row, wanted, is_label, tmp_path):
             assert shard["tokens"].tolist() == [9, *wanted]
 
 
-def test_token_ids_beside_texts_in_parquet(tmp_path):
-    """Between ids and a text is the end of the text or its beginning, as between chats and texts.
-
-    Break: data.py: and kind != "ids" and last_kind in ("", "ids"): =>
-    and kind != "ids" and not last_kind:
-    """
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [{"text": "a"}, {"input_ids": [5, 6]}, {"input_ids": [7]}, {"text": "b"}]
-    parquet.write_table(arrow.Table.from_pylist(rows, arrow.schema([
-        ("text", arrow.string()), ("input_ids", arrow.list_(arrow.int32()))])),
-        tmp_path / "a.parquet")
-    shard, documents = tokenized(tmp_path / "a.parquet", data.make_tokenizer("bytes"), tmp_path)
-    assert bytes(shard["tokens"]) == b"\0a\0\5\6\7\0b\0"
-    assert [bytes(ids) for ids, _ in documents] == [b"\0a\0", b"\5\6", b"\7", b"\0b\0"]
-
-
 # ---- tokenizers
 
 def make_metaspace():
     """A tokenizer in the form of Llama 2's: spaces become U+2581, one more before each text."""
-    tokenizers = pytest.importorskip("tokenizers")
     tok = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
     tok.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
     tok.decoder = tokenizers.decoders.Sequence([
@@ -704,13 +629,10 @@ def make_metaspace():
 
 
 def test_chats_have_the_ids_of_tokenizer_json(tmp_path):
-    """The class that transformers takes for a folder may encode text in another way: chats have the
-    ids of tokenizer.json, as texts do.
+    """Chats have the ids of tokenizer.json, whatever class transformers takes.
 
     Break: data.py: in encoded(tok.encode_batch, texts): => in encoded(tok.encode_batch, ['a']):
     """
-    tokenizers = pytest.importorskip("tokenizers")
-    pytest.importorskip("transformers")
     tok = make_bpe()
     tok.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
         tokenizers.pre_tokenizers.Digits(individual_digits=True),
@@ -727,9 +649,9 @@ def test_chats_have_the_ids_of_tokenizer_json(tmp_path):
     assert ids == tok.encode(text, add_special_tokens=False).ids
 
 
-def test_the_end_of_a_document(tmp_path):
-    """A document ends with the token that --eos_token names, the declared one, or a usual one:
-    <eos>, where </s> is the HTML tag. A token that the tokenizer lacks is refused.
+def test_the_ends_of_a_document(tmp_path):
+    """A document ends with the token of --eos_token, the declared one, or a usual one, and begins
+    with what the tokenizer puts before a text.
 
     Break: data.py: eos_name = eos_token or => eos_name =
     """
@@ -742,10 +664,15 @@ def test_the_end_of_a_document(tmp_path):
         assert tokenizer["eos"] == tok.token_to_id(wanted)
         assert tokenizer["eos"] in tokenizer["stops"]
     make_bpe(("<bos>", "</s>", "<eos>")).save(str(tmp_path / "gemma.json"))
-    assert data.make_tokenizer(str(tmp_path / "gemma.json"))["eos"] == 2
+    assert data.make_tokenizer(str(tmp_path / "gemma.json"))["eos"] == 2  # </s> is a tag of HTML
     for name in (folder, "bytes"):
         with pytest.raises(ValueError, match=f"{name}.*has no token 'stop' to end a document"):
             data.make_tokenizer(name, "stop")
+    for single, bos in (("$A", None), ("<s> $A", 1), ("$A <s>", None), ("<|endoftext|> $A", None),
+                        ("<s> $A <|endoftext|>", 1)):
+        tok.post_processor = tokenizers.processors.TemplateProcessing(
+            single=single, special_tokens=[("<|endoftext|>", 0), ("<s>", 1)])
+        assert data.make_tokenizer(save_folder(tmp_path / "t", None, tok))["bos"] == bos, single
 
 
 @pytest.mark.parametrize("file, settings", [
@@ -754,8 +681,7 @@ def test_the_end_of_a_document(tmp_path):
     ("tokenizer_config.json", {"pad_token": "<|new|>"}),
     ("special_tokens_map.json", {"additional_special_tokens": [{"content": "<|new|>"}]})])
 def test_a_token_that_tokenizer_json_lacks(file, settings, tmp_path):
-    """A token that another file of the folder names and tokenizer.json lacks is an error: it would
-    be cut into pieces. One that the vocabulary has is one id.
+    """A token that another file names and tokenizer.json lacks is an error.
 
     Break: data.py: if tok.token_to_id(text) is None] => if False]
     """
@@ -770,12 +696,10 @@ def test_a_token_that_tokenizer_json_lacks(file, settings, tmp_path):
 
 @pytest.mark.parametrize("kind", ["WordLevel", "BPE", "Unigram"])
 def test_a_tokenizer_without_an_unknown_token(kind, tmp_path):
-    """Text that a tokenizer has no token for is an error, which names the tokenizer. Other text is
-    encoded.
+    """Text that a tokenizer has no token for is an error that names the tokenizer.
 
     Break: data.py: tok.model.unk_token = "for unknown text" => pass
     """
-    tokenizers = pytest.importorskip("tokenizers")
     vocab = {"l": 0, "o": 1, "w": 2, "low": 3, "</s>": 4}
     model = {"WordLevel": lambda: tokenizers.models.WordLevel(vocab, unk_token="[UNK]"),
              "BPE": lambda: tokenizers.models.BPE(vocab, []),
@@ -787,32 +711,6 @@ def test_a_tokenizer_without_an_unknown_token(kind, tmp_path):
     assert tokenizer["decode"](tokenizer["encode"]("low")).replace(" ", "") == "low"
     with pytest.raises(ValueError, match="t': has no token for a part of the text"):
         tokenizer["encode"]("low q")
-
-
-def test_dropout_of_a_tokenizer_is_off(tmp_path):
-    """A tokenizer.json with dropout encodes as one without.
-
-    Break: data.py: tok.model.dropout = None => pass
-    """
-    tok = make_bpe()
-    wanted = tok.encode("low lower lowest" * 9).ids
-    tok.model.dropout = 0.9
-    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", None, tok))
-    assert tokenizer["encode"]("low lower lowest" * 9).tolist() == wanted
-
-
-def test_only_special_tokens_begin_a_prompt(tmp_path):
-    """A prompt that begins with an added token which is not special gets the token that begins a
-    document.
-
-    Break: data.py: for i, token in added_tokens.items() if token.special => for i in added_tokens
-    """
-    tok = make_bpe()
-    tok.add_tokens(["    "])
-    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", None, tok))
-    ids = data.prompt_ids("    low", tokenizer)
-    assert ids[:2] == [tokenizer["eos"], tok.token_to_id("    ")]
-    assert data.prompt_ids("<|im_start|>low", tokenizer)[0] == tok.token_to_id("<|im_start|>")
 
 
 def test_a_tokenizer_is_read_once(tmp_path):
@@ -854,9 +752,7 @@ def make_meta(path, protocol=None, **changes):
 
 @pytest.mark.parametrize("protocol", (0, 2, pickle.HIGHEST_PROTOCOL))
 def test_the_characters_of_nanogpt(protocol, tmp_path):
-    """A meta.pkl encodes and decodes characters by its table. It has no end, unless --eos_token
-    names a character. An unknown character is an error; an unknown id is shown as a number. A
-    sample without a prompt begins on a new line, and one with a prompt has no id before it.
+    """A meta.pkl encodes and decodes characters by its table, and names what it lacks.
 
     Break: data.py: return [[id_of[character] for character in text] for text in texts] => return
     [[0 for character in text] for text in texts]
@@ -898,7 +794,7 @@ def test_a_pickle_that_is_no_table_of_characters(content, words, tmp_path, monke
 
 
 def test_the_characters_beside_token_files_of_nanogpt(tmp_path, capsys):
-    """Without --tokenizer, the meta.pkl beside train.bin is the tokenizer, and that is printed.
+    """Without --tokenizer, the meta.pkl beside train.bin is the tokenizer.
 
     Break: train.py: cfg = dataclasses.replace(cfg, tokenizer=meta_pkl) => pass
     """
@@ -913,28 +809,12 @@ def test_the_characters_beside_token_files_of_nanogpt(tmp_path, capsys):
         assert data.find_meta_pkl(config.Config(data=(str(path),), **choice)) is None
 
 
-def test_the_begin_token(tmp_path):
-    """The begin token is what the tokenizer puts before a text; not what it puts after it.
-
-    Break: data.py: if first_ids in ([], [eos], plain_ids[:1]) => if first_ids == []
-    """
-    tokenizers = pytest.importorskip("tokenizers")
-    for single, bos in (("$A", None), ("<s> $A", 1), ("$A <s>", None), ("<|endoftext|> $A", None),
-                        ("<s> $A <|endoftext|>", 1)):
-        tok = make_bpe()
-        tok.post_processor = tokenizers.processors.TemplateProcessing(
-            single=single, special_tokens=[("<|endoftext|>", 0), ("<s>", 1)])
-        assert data.make_tokenizer(save_folder(tmp_path / "t", None, tok))["bos"] == bos, single
-
-
 @pytest.mark.parametrize("scheme", ["first", "always", "prepended"])
 def test_a_completion_keeps_its_spaces(scheme, tmp_path):
-    """A prompt and its completion, encoded one after the other, decode to the whole text, and have
-    the ids of the whole text where the tokenizer splits it between them.
+    """A prompt and its completion decode to the whole text, and have its ids.
 
     Break: data.py: {"prepend_scheme": "never"} => {}
     """
-    tokenizers = pytest.importorskip("tokenizers")
     tok = make_metaspace()
     if scheme == "prepended":  # in the form of Llama 2's published file
         tok.normalizer = tokenizers.normalizers.Sequence([
@@ -958,8 +838,7 @@ def test_a_completion_keeps_its_spaces(scheme, tmp_path):
 
 @pytest.mark.parametrize("family", ["metaspace", "bytes", "byte level"])
 def test_a_sample_continues_its_prompt(family, tmp_path, monkeypatch):
-    """The text of a sample is the prompt and the new tokens as the tokenizer decodes all of them
-    together. A prompt that begins with a special token gets no other one before it.
+    """The text of a sample is the prompt and the new tokens decoded together.
 
     Break: model.py: text = decode([*prompt["ids"], *kept])[n_before:] =>
     text = (decode(prompt["ids"]) + decode([*kept]))[n_before:]
@@ -970,7 +849,9 @@ def test_a_sample_continues_its_prompt(family, tmp_path, monkeypatch):
         folder = save_folder(tmp_path / "t", None, make_metaspace(), eos_token="</s>")
         tokenizer = data.make_tokenizer(folder)
     else:
-        tokenizer = data.make_tokenizer(save_folder(tmp_path / "t"))
+        tok = make_bpe()
+        tok.add_tokens(["    "])
+        tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", None, tok))
     new = tokenizer["encode_continuations"]([" lower"])[0]
 
     def generate(params, tokens_BT, lengths_B, cfg, key, n_new, options):
@@ -986,6 +867,8 @@ def test_a_sample_continues_its_prompt(family, tmp_path, monkeypatch):
     if family == "byte level":
         text = "<|im_start|>user\nlow"
         assert data.prompt_ids(text, tokenizer) == tokenizer["encode"](text).tolist()
+        added = tok.token_to_id("    ")  # an added token that is not special
+        assert data.prompt_ids("    low", tokenizer)[:2] == [tokenizer["eos"], added]
 
 
 # The tokens after an answer, by the templates above.
@@ -1002,14 +885,10 @@ TWO_ENDS = CHATML_HEAD + (
 
 
 def test_a_sample_ends_at_the_end_of_the_turn(tmp_path):
-    """The ids that end an answer are those of the chat template, in the form of every family, and
-    of a template that ends the last answer in another way. They end a sample whose prompt has
-    special tokens. A plain text ends with its document, and so does each sample of a template that
-    cannot be rendered.
+    """The ids that end an answer are those of the chat template of every family.
 
     Break: data.py: for end in ends if end} => for end in ends[:1] if end}
     """
-    pytest.importorskip("transformers")
     templates = FAMILIES | {"two ends": TWO_ENDS, "refuses": "{{ raise_exception('no') }}"}
     assert TURN_ENDS.keys() | {"refuses"} == templates.keys()
     for family, template in templates.items():
@@ -1027,12 +906,10 @@ def test_a_sample_ends_at_the_end_of_the_turn(tmp_path):
 
 
 def test_prompts_of_a_file(tmp_path):
-    """Each line is a prompt; each row of a .jsonl is a text or a chat, rendered as transformers
-    does, and so is --chat. Errors name the field, or the file and the line.
+    """Lines and rows of a file, and --chat, are prompts as transformers renders them.
 
     Break: data.py: render = partial(render, add_generation_prompt=True) => pass
     """
-    transformers = pytest.importorskip("transformers")
     folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
     library = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = data.make_tokenizer(folder)
@@ -1076,12 +953,10 @@ def test_prompts_of_a_file(tmp_path):
 
 
 def test_a_preview_begins_as_the_data_does(tmp_path):
-    """Of chats it is the longest one in the first evaluation row, up to the answer as transformers
-    renders it; of text the first tokens of the row, at most half of a document.
+    """A preview is a question of the first evaluation row, or the begin of its text.
 
     Break: data.py: if n_before == 1: => if n_before:
     """
-    transformers = pytest.importorskip("transformers")
     folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
     library = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     chats = [[{"role": "user", "content": f"low {i}"}, {"role": "assistant", "content": f"{i}"}]
@@ -1139,8 +1014,7 @@ def test_a_template_with_the_date_of_today(tmp_path):
 
 
 def test_weights_without_a_tokenizer_json(tmp_path):
-    """Weights whose folder has no tokenizer.json are not tuned on bytes: the error says how to make
-    one. Token files need no tokenizer, and a model of 256 tokens reads bytes.
+    """Weights without a tokenizer.json are not tuned on bytes, unless they have 256 tokens.
 
     Break: train.py: if not data.has_only_token_files(cfg) and vocab_size != 256: => if False:
     """
@@ -1173,8 +1047,7 @@ WIDE = np.random.default_rng(0).integers(0, 100_000, 4000)
     (np.uint32(WIDE), "uint32", ""), (np.int64(WIDE), "int64", ""),
     (np.uint16(WIDE % 7), "uint16", ""), (np.uint16(WIDE % 2), "uint16", "")])
 def test_widths_of_ids(ids, given, words, tmp_path):
-    """Ids that are read as narrower ones than were written are an error; ids of any vocabulary that
-    are read right are not.
+    """Ids that are read as narrower ones than were written are an error.
 
     Break: data.py: (16 if first.max() >= 4096 else 1) => 1
     """
@@ -1188,13 +1061,12 @@ def test_widths_of_ids(ids, given, words, tmp_path):
 
 
 def save_split(path, texts):
-    """Write a folder as datasets.save_to_disk does."""
-    arrow = pytest.importorskip("pyarrow")
+    """Write a folder as datasets.save_to_disk does, in two files."""
     path.mkdir(parents=True)
-    table = arrow.table({"text": texts})
-    with arrow.ipc.new_stream(path / "data-00000-of-00001.arrow", table.schema) as stream:
-        stream.write_table(table)
-    (path / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    files = [{"filename": f"data-0000{i}-of-00002.arrow"} for i in range(2)]
+    for file, part in zip(files, (texts[:1], texts[1:])):
+        write_stream(path / file["filename"], arrow.table({"text": part}), arrow.ipc.new_stream)
+    (path / "state.json").write_text(json.dumps({"_data_files": files}))
 
 
 def test_folders_with_splits(tmp_path):
@@ -1209,6 +1081,7 @@ def test_folders_with_splits(tmp_path):
         (tmp_path / folder / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
         path, = data.expand([tmp_path / folder], field=field)
         _, documents = tokenized(path, data.make_tokenizer("bytes"), tmp_path)
+        assert len(documents) == 9
         return bytes(documents[0][0]).strip(b"\0")
 
     assert read("a", "data", "train", "validation", "test") == b"the train text"
@@ -1218,8 +1091,8 @@ def test_folders_with_splits(tmp_path):
         read("c", "data", "en", "de")
 
 
-def test_paths_with_brackets(tmp_path):
-    """The name of an existing file is not a glob, also with brackets, in any language.
+def test_paths(tmp_path):
+    """The name of an existing file is not a glob, and a file of two patterns is read once.
 
     Break: data.py: if os.path.lexists(pattern): => if False:
     """
@@ -1229,6 +1102,8 @@ def test_paths_with_brackets(tmp_path):
     (tmp_path / "x.txt").write_text("text")
     for pattern in (folder / "[x].txt", tmp_path / "[x].txt"):
         assert len(data.expand([pattern])) == 1
+    (tmp_path / "link.txt").symlink_to("x.txt")
+    assert len(data.expand([tmp_path / "*.txt", tmp_path / "x.txt"])) == 1
 
 
 def few_answers(path):
@@ -1244,8 +1119,7 @@ def few_answers(path):
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 def test_labels_are_counted_and_shown(packing, tmp_path):
-    """The summary has the fraction of labels without padding, and counts documents without one;
-    the examples show where labels are.
+    """The summary has the fraction of labels and the documents without one; examples show labels.
 
     Break: data.py: counts["documents without a label"] += 1 => pass
     """
@@ -1264,58 +1138,72 @@ def test_labels_are_counted_and_shown(packing, tmp_path):
     assert "{+yes<|im_end|>+}" in train.mark_labels(example)
 
 
-def test_chats_with_tools_that_are_not_rendered(tmp_path):
-    """Tools, calls of them and contents that the chat template does not render are refused by name.
+def test_chats_that_a_template_cannot_render(tmp_path):
+    """Tools, calls, contents and conversations that a template does not render are refused.
 
     Break: data.py: if tools and not _names(source, "tools"): => if False:
     """
-    tokenizer = chat_tokenizer(tmp_path / "t")
     row = tool_rows()[0]
-    with pytest.raises(ValueError, match="row: tools are not known to the chat template"):
-        data.read_record(row, "row", tokenizer)
-    with pytest.raises(ValueError, match="message 2: tool_calls is not known to the chat"):
-        data.read_record(row | {"tools": []}, "row", tokenizer)
     # Templates without system messages, answers of tools, and content beside calls.
+    row_of_all = {"messages": [said("system", "be"), USER,
+                               said("assistant", "a", tool_calls=CALL), said("tool", "3")]}
+    cases = [(SIMPLE_TEMPLATE, row, "row: tools are not known to the chat template"),
+             (SIMPLE_TEMPLATE, row | {"tools": []}, "message 2: tool_calls is not known to the ch")]
     for role in ("system", "tool", "assistant"):
         template = ("{% for m in messages %}{% if m.role != '" + role + "' %}{{ m.content or '' }}"
                     "{% elif m.tool_calls %}.{% endif %}{% endfor %}")
-        tokenizer = chat_tokenizer(tmp_path / role, template)
-        row = {"messages": [said("system", "be"), USER, said("assistant", "a", tool_calls=CALL),
-                            said("tool", "3")]}
-        with pytest.raises(ValueError, match="the chat template does not render its content"):
-            data.read_record(row, "row", tokenizer)
-    tokenizer = chat_tokenizer(tmp_path / "nothing", "{% if false %}a{% endif %}")
-    with pytest.raises(ValueError, match="row: the chat template renders it to nothing"):
-        data.read_record({"messages": [USER]}, "row", tokenizer)
-    # A template that changes the text renders it.
+        cases.append((template, row_of_all, "the chat template does not render its content"))
+    twice = {"messages": 2 * [USER, said("assistant", "lower")]}
+    some_marks = CHATML_HEAD + (
+        "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}")
+    cases += [
+        ("{% if false %}a{% endif %}", twice, "row: the chat template renders it to nothing"),
+        ("{{ raise_exception('no system') }}", twice, "row: .*refuses it: no system"),
+        ("{% for m in messages %}{{ m.content }};{% endfor %}"
+         "{{ messages | map(attribute='content') | join | length }}", twice,
+         "row: message 2: cannot determine which characters"),
+        (some_marks, {"prompt": twice["messages"][:2], "completion": twice["messages"][2:]},
+         "cannot determine which characters")]
+    for i, (template, row, words) in enumerate(cases):
+        with pytest.raises(ValueError, match=words):
+            data.read_record(row, "row", chat_tokenizer(tmp_path / str(i), template))
+    # A template that marks some answers, and one that changes the text, render them.
+    assert labels_of(twice, chat_tokenizer(tmp_path / "some", some_marks)) == ["lower"]
     tokenizer = chat_tokenizer(
         tmp_path / "upper", "{% for m in messages %}{{ m.content | upper }}.{% endfor %}")
-    assert labels_of({"messages": [USER, said("assistant", "a")]}, tokenizer) == ["A."]
+    assert labels_of({"messages": twice["messages"][:2]}, tokenizer) == ["LOWER."]
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 def test_data_without_a_label(packing, tmp_path):
-    """Data without any label and validation data without one are errors before training, however
-    documents are packed.
+    """Data without any label or sequence is an error: for training, validation, in a mixture.
 
     Break: data.py: if not has_label(shard): => if False:
     """
-    some = few_answers(tmp_path / "some.jsonl")
-    none = write_rows(tmp_path / "none.jsonl", [{"messages": [USER]}] * 9)
+    def rows_of(name, rows):
+        return (str(write_rows(tmp_path / name, rows)),)
+
+    some = (str(few_answers(tmp_path / "some.jsonl")),)
+    none = rows_of("none.jsonl", [{"messages": [USER]}] * 9)
     cases = [(dict(data=none), "none.jsonl: no token is a label"),
              (dict(data=some), "val_frac 0.2: leaves "),
              (dict(data=some, val_data=none), "none.jsonl: no token is a label")]
+    if packing == "best_fit":
+        long = rows_of("long.jsonl", [{"prompt": "a" * 99, "completion": "b"}])
+        texts = rows_of("texts.jsonl", [{"text": "low"}] * 9)
+        mixture = (f"{texts[0]}=0.5", f"{long[0]}=0.5")
+        for files in (dict(data=long), dict(data=texts, val_data=long), dict(data=mixture)):
+            cases.append((files, "long.jsonl: .* no sequence of 64 with a label"))
     cfg = config.Config(tokenizer=chat_tokenizer(tmp_path / "t")["name"], val_frac=0.2, seq_len=64,
                         packing=packing, token_cache=str(tmp_path / "cache"))
     for files, words in cases:
-        files = {name: (str(path),) for name, path in files.items()}
         with pytest.raises(ValueError, match=words):
             data.open_text(("train", "val"), dataclasses.replace(cfg, **files))
 
 
 def test_examples_of_texts(tmp_path):
-    """The first two sequences are shown, all but their first id as labels; of packed documents, one
-    of each sequence.
+    """The first two sequences are shown, all but their first id as labels.
 
     Break: data.py: ids = np.append(batch["tokens"][row, shown], batch["labels"][row, shown][-1]) =>
     ids = np.append(batch["tokens"][row, shown], IGNORE)
@@ -1337,8 +1225,7 @@ def test_examples_of_texts(tmp_path):
 
 
 def test_ids_of_an_unknown_vocabulary(tmp_path):
-    """Ids of token files whose tokenizer is not set are shown as numbers, and no text has ids. Rows
-    may have all ids below --vocab_size, and an id that a tokenizer lacks is shown as a number.
+    """Ids without a tokenizer are shown as numbers, and no text has ids.
 
     Break: data.py: tokenizer |= {"n_ids": cfg.vocab_size, "dtype": dtype, => tokenizer |= {
     """
@@ -1363,7 +1250,7 @@ def test_ids_of_an_unknown_vocabulary(tmp_path):
 
 
 def test_steps_without_a_label(tiny, tmp_path, capsys):
-    """The log counts the steps whose batch has no label, and shows the examples before training.
+    """The log counts the steps whose batch has no label; examples are shown before training.
 
     Break: train.py: if metrics.get("n_labels") == 0: => if False:
     """
@@ -1398,8 +1285,7 @@ class ByIndex:
 
 
 def test_rows_from_python(tiny, tmp_path, monkeypatch):
-    """Rows given by a Python program train as the same rows in a file do, and the run resumes from
-    them, by index as from an iterator. Without an out_dir, their file names the run.
+    """Rows given by a Python program train as the same rows in a file do, and resume.
 
     Break: data.py: temporary.replace(path) => pass
     """
@@ -1442,8 +1328,7 @@ def test_wrong_rows_from_python(fields, given, words, tmp_path):
 
 
 def test_splits_of_rows_from_python(tmp_path, capsys):
-    """Of a dict of splits, the validation split becomes val_data, and the test split if there is no
-    other. Splits that are not used are named.
+    """Of a dict of splits, the validation split is val_data, else the test split.
 
     Break: train.py: fields["val_data"] = val_splits[0] => fields["val_data"] = val_splits[-1]
     """
@@ -1465,37 +1350,29 @@ def test_splits_of_rows_from_python(tmp_path, capsys):
     assert read(splits["train"], val_data=(str(path),)) == [["train"], ["file"]]
 
 
-@pytest.mark.parametrize("row, wanted", [
-    ({"text": "a", "day": np.datetime64("2026-01-01"), "body": {1}}, {"text": "a"}),
-    ({"messages": np.array([{"role": "user", "tool_calls": np.array([
-        {"function": {"arguments": {"a": "x", "b": None}}}], object)}], object)},  # of pandas
-     {"messages": [{"role": "user", "tool_calls": [{"function": {"arguments": {"a": "x"}}}]}]}),
-    ({"input_ids": np.arange(3), "labels": np.int64([-100, 1, 2]), "weight": np.int32(1)},
-     {"input_ids": [0, 1, 2], "labels": [-100, 1, 2], "weight": 1}),
-    ({"body": "a"}, {"body": "a"}),  # no column that is read
-    ({"messages": [{"role": "user", "name": None}]}, {"messages": [{"role": "user", "name": None}]})
-])
-def test_rows_of_libraries(row, wanted, tmp_path):
-    """Arrays are lists, a field that Arrow added is missing, and other columns may have any value.
+def test_rows_of_libraries(tmp_path):
+    """Arrays are lists, scalars of Arrow are values, and a field that Arrow added is missing; other
+    columns have any value.
 
     Break: data.py: return _without_nulls(to_python()) => return to_python()
     """
-    path = data.write_rows(tmp_path, "train", [row])
-    assert json.loads(Path(path).read_text()) == wanted
+    def written(rows, *columns):
+        return json.loads(Path(data.write_rows(tmp_path, "train", rows, columns)).read_text())
 
-
-def test_rows_of_arrow(tmp_path):
-    """Scalars of Arrow are values. Of a data set that says its features, a null counts as missing.
-
-    Break: data.py: kept = {column: _without_nulls(x) for column, x in kept.items()} => pass
-    """
-    table = ByIndex([{"messages": [{"role": "user", "name": None}], "body": "b"}])
-    table.features = {}
-    path = data.write_rows(tmp_path, "train", table)
-    assert json.loads(Path(path).read_text()) == {"messages": [{"role": "user"}]}
-    path = data.write_rows(tmp_path, "train", table, ("text=body",))
-    assert json.loads(Path(path).read_text()) == {"body": "b"}
-    arrow = pytest.importorskip("pyarrow")
-    scalar = arrow.scalar([{"role": "user", "name": None}])
-    path = data.write_rows(tmp_path, "train", [{"messages": scalar}])
-    assert json.loads(Path(path).read_text()) == {"messages": [{"role": "user"}]}
+    null = [{"role": "user", "name": None}]
+    calls = np.array([{"function": {"arguments": {"a": "x", "b": None}}}], object)  # of pandas
+    for row, wanted in (
+            ({"text": "a", "day": np.datetime64("2026-01-01"), "body": {1}}, {"text": "a"}),
+            ({"messages": np.array([{"role": "user", "tool_calls": calls}], object)},
+             {"messages": [{"role": "user",
+                            "tool_calls": [{"function": {"arguments": {"a": "x"}}}]}]}),
+            ({"input_ids": np.arange(3), "labels": np.int64([-100, 1, 2]), "weight": np.int32(1)},
+             {"input_ids": [0, 1, 2], "labels": [-100, 1, 2], "weight": 1}),
+            ({"body": "a"}, {"body": "a"}),  # no column that is read
+            ({"messages": null}, {"messages": null}),
+            ({"messages": arrow.scalar(null)}, {"messages": [{"role": "user"}]})):
+        assert written([row]) == wanted
+    table = ByIndex([{"messages": null, "body": "b"}])
+    table.features = {}  # a data set of Hugging Face: a null counts as missing
+    assert written(table) == {"messages": [{"role": "user"}]}
+    assert written(table, "text=body") == {"body": "b"}
