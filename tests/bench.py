@@ -10,9 +10,7 @@ shows medians and ratios. tests/requirements-bench.txt lists the other libraries
 not installed is named and skipped.
 """
 import argparse
-import contextlib
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import math
@@ -25,6 +23,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
+# Functions import what they measure: a process that measures a peer must not import train.py, which
+# configures malloc.
 PACKAGES = ("jax", "torch", "flax", "orbax-checkpoint", "grain")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/recipes")]
@@ -51,64 +53,64 @@ def rate(step, tokens, seconds=6.0):
     return tokens / statistics.median(times)
 
 
+def cached(name, make):
+    """A file or folder that make(path) writes, for all processes and later runs."""
+    path = Path(tempfile.gettempdir()) / f"sixfile_bench_{name}"
+    if not path.exists():
+        make(path)
+    return path
+
+
+def in_process(name, *args):
+    """The result of a function of this file in a new process. RuntimeError if it fails."""
+    run = subprocess.run([sys.executable, __file__, "--one", name, *args], capture_output=True,
+                         text=True, cwd=ROOT)
+    if run.returncode:
+        raise RuntimeError(f"{name}: {(run.stderr.strip() or 'failed').splitlines()[-1]}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
 # ---- a training step
 
-def our_config(shape, dtype, **changes):
-    """Return the config as a run would use it.
-
-    On a CPU "bfloat16" becomes "mixed": only matrix products are in bfloat16, as in torch's
-    autocast.
+def our_run(dtype, shape):
+    """train.setup_run of a shape on one device. On a CPU "bfloat16" becomes "mixed": only matrix
+    products are in bfloat16, as in torch's autocast.
     """
-    import dataclasses
-
+    import train  # isort: skip  import before JAX has threads
     import jax
-
-    import config
-    import model
-    import step
-    kind = step.platform(jax.devices()[0])
-    dtype = "mixed" if dtype == "bfloat16" and kind == "cpu" else dtype
-    cfg = config.derive_text(config.Config(**dict(SHAPES[shape], optimizer="adamw") | changes,
-                                           dtype=dtype, out_dir=""))
-    return dataclasses.replace(cfg, attention=model.choose_attention(cfg, kind))
-
-
-def our_programs(cfg):
-    import jax
-    import jax.numpy as jnp
-
-    import model
-    import step
-    import train  # noqa: F401  configures malloc as in every run
-    mesh, table = step.make_mesh(cfg), model.param_table(cfg)
-    tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
-    steps = step.lower_steps(cfg, mesh, table, model.loss_fn, model.init,
-                             {"tokens": tokens, "labels": tokens})
-    return mesh, step.compile_steps(steps)
+    device = jax.devices()[0]
+    if dtype == "bfloat16" and device.platform == "cpu":
+        dtype = "mixed"
+    cfg = train.config.Config(**SHAPES[shape], optimizer="adamw", dtype=dtype, out_dir="", fsdp=1,
+                              sample_tokens=0, val_frac=0.0)
+    return train.setup_run(cfg, devices=[device])
 
 
 def step_ours(dtype, shape):
-    import jax
-    import numpy as np
-
-    import data
-    import train  # noqa: F401  import before JAX has threads
-    cfg = our_config(shape, dtype)
-    mesh, programs = our_programs(cfg)
+    run = our_run(dtype, shape)
+    cfg = run["cfg"]
     rows = np.random.default_rng(0).integers(
         0, cfg.vocab_size, (cfg.batch_size, cfg.seq_len + 1)).astype(np.int32)
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
-    batch = data.to_device(batch, dict.fromkeys(batch, sharding), np.arange(cfg.batch_size),
-                           cfg.batch_size)
+    return our_rate(run, [{"tokens": rows[:, :-1], "labels": rows[:, 1:]}], rows[:, 1:].size)
+
+
+def our_rate(run, batches, tokens):
+    """`rate` of the compiled step of a run, on batches one after the other."""
+    import jax
+
+    import train
+    programs = train.steplib.compile_steps(train.steplib.lower_steps(*train.step_args(run)))
     state = programs["init"](jax.random.key(0))
+    shardings = {name: x.sharding for name, x in run["batch"].items()}
+    batches = itertools.cycle(batches)
 
     def update():
         nonlocal state
+        batch = jax.device_put(next(batches), shardings)
         state, metrics = programs["train_step"](state, batch, np.float32(0.01))
         jax.block_until_ready(metrics)
 
-    return rate(update, rows[:, 1:].size)
+    return rate(update, tokens)
 
 
 def torch_train_step(sizes, dtype, compiled):
@@ -164,12 +166,8 @@ def torch_train_step(sizes, dtype, compiled):
     return update, B * T
 
 
-def step_torch(dtype, shape):
-    return rate(*torch_train_step(SHAPES[shape], dtype, compiled=False))
-
-
-def step_torch_compile(dtype, shape):
-    return rate(*torch_train_step(SHAPES[shape], dtype, compiled=True))
+def step_torch(dtype, shape, compiled=""):
+    return rate(*torch_train_step(SHAPES[shape], dtype, bool(compiled)))
 
 
 def step_flax(dtype, shape):
@@ -177,7 +175,6 @@ def step_flax(dtype, shape):
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
-    import numpy as np
     import optax
     L, D, N, V, T, B = (SHAPES[shape][k] for k in SIZES)
 
@@ -229,9 +226,9 @@ def step_flax(dtype, shape):
 
 # ---- launch: from the command to the end of the first step
 
-def seconds_until(command, words):
+def seconds_until(words, *command):
     began = time.perf_counter()
-    run = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True,
+    run = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True,
                            stderr=subprocess.DEVNULL)
     try:
         for line in run.stdout:
@@ -243,52 +240,34 @@ def seconds_until(command, words):
     raise RuntimeError(f"{command} ended before it printed {words!r}")
 
 
-def start_ours(cache_dir):
+def start_ours(programs):
+    """programs: "cold", all are compiled, or "warm", they are read from the cache."""
     with tempfile.TemporaryDirectory() as folder:
-        sizes = [w for name in ("n_layers", "d_model", "n_heads", "d_ff", "seq_len", "batch_size")
-                 for w in (f"--{name}", SHAPES["char"][name])]
-        return seconds_until(
-            [sys.executable, ROOT / "train.py", "--out_dir", f"{folder}/out", "--log_every", 1,
-             "--cache_dir", cache_dir or f"{folder}/cache", "--optimizer", "adamw", *sizes],
-            "step      1")
+        def start(cache_dir):
+            sizes = [w for name in ("n_layers", "d_model", "n_heads", "d_ff", "seq_len",
+                                    "batch_size") for w in (f"--{name}", SHAPES["char"][name])]
+            return seconds_until(
+                "step      1", ROOT / "train.py", "--out_dir", f"{folder}/out", "--log_every", 1,
+                "--cache_dir", cache_dir, "--optimizer", "adamw", "--resume", "overwrite", *sizes)
+
+        return start(cached("cache", start) if programs == "warm" else f"{folder}/cache")
 
 
-def start_ours_cold():
-    return start_ours(None)
+def start_torch(compiled=""):
+    return seconds_until("first step", __file__, "--one", "first_torch", compiled)
 
 
-def start_ours_warm():
-    folder = Path(tempfile.gettempdir()) / "sixfile_bench_cache"
-    if not folder.exists():
-        start_ours(folder)
-    return start_ours(folder)
-
-
-def start_torch():
-    return seconds_until([sys.executable, __file__, "--one", "first_torch"], "first step")
-
-
-def start_torch_compile():
-    return seconds_until([sys.executable, __file__, "--one", "first_torch_compile"], "first step")
-
-
-def first_torch(compiled=False):
-    torch_train_step(SHAPES["char"], "float32", compiled)[0]()
+def first_torch(compiled):
+    torch_train_step(SHAPES["char"], "float32", bool(compiled))[0]()
     print("first step", flush=True)
-    return 0.0
-
-
-def first_torch_compile():
-    return first_torch(compiled=True)
 
 
 # ---- checkpoints: a state of 124M parameters and two moments
 
 def state_like():
     """Return {name: shape and dtype} of 124M parameters and two moments, on one device."""
+    import train  # noqa: F401  isort: skip  configures malloc as in every run
     import jax
-
-    import train  # noqa: F401  configures malloc as in every run
     shapes = [(50304, 768), (12, 2048, 768)]
     shapes += [(12, 768, n) for n in (768, 768, 768, 768, 2048, 2048)]
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -296,63 +275,47 @@ def state_like():
             for kind in ("params", "mu", "nu") for i, shape in enumerate(shapes)}
 
 
-def state_124m():
-    """Return random arrays for `state_like`."""
-    import jax
-    import numpy as np
-    rng = np.random.default_rng(0)
-    return {name: jax.device_put(rng.random(x.shape, np.float32), x.sharding)
-            for name, x in state_like().items()}
-
-
-@contextlib.contextmanager
-def scratch():
-    """Yield an empty folder on the project's disk; delete it afterwards."""
-    (ROOT / "out").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=ROOT / "out") as folder:
-        yield Path(folder)
-
-
-def save_times(folder, peer):
-    """Return the seconds that a save blocks and takes, by this project or by Orbax."""
-    state = state_124m()
+def calls_of(peer, folder):
+    """(save(state), which returns once training may continue; wait(its result), until it is on
+    disk; restore(like)) of this project or of Orbax.
+    """
     if peer == "orbax":
         import orbax.checkpoint as ocp
         checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
-    else:
-        import ckpt
+        path = Path(folder) / "1"
+        return (lambda state: checkpointer.save(path, args=ocp.args.StandardSave(state)),
+                lambda _: checkpointer.wait_until_finished(),
+                lambda like: checkpointer.restore(path, args=ocp.args.StandardRestore(like)))
+    import ckpt
+    return (lambda state: ckpt.save(folder, 1, state), ckpt.wait,
+            lambda like: ckpt.restore(folder, 1, like))
+
+
+def save_times(peer, folder):
+    """Return the seconds that a save blocks and takes."""
+    import jax
+    rng = np.random.default_rng(0)
+    state = {name: jax.device_put(rng.random(x.shape, np.float32), x.sharding)
+             for name, x in state_like().items()}
+    save, wait, _ = calls_of(peer, folder)
     began = time.perf_counter()
-    if peer == "orbax":
-        checkpointer.save(Path(folder) / "1", args=ocp.args.StandardSave(state))
-    else:
-        future = ckpt.save(folder, 1, state)
+    pending = save(state)
     blocked_s = time.perf_counter() - began
-    checkpointer.wait_until_finished() if peer == "orbax" else ckpt.wait(future)
+    wait(pending)
     return {"blocked s": blocked_s, "committed s": time.perf_counter() - began}
 
 
-def ckpt_ours(folder, peer="ours"):
+def ckpt_times(peer):
     """Return `save_times` of another process, and the seconds of a restore into new memory."""
-    saved = subprocess.run([sys.executable, __file__, "--one", "save_times", folder, peer],
-                           check=True, stdout=subprocess.PIPE).stdout
-    like = state_like()
     import jax
-    if peer == "orbax":
-        import orbax.checkpoint as ocp
-        checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
-    else:
-        import ckpt
-    began = time.perf_counter()
-    if peer == "orbax":
-        back = checkpointer.restore(folder / "1", args=ocp.args.StandardRestore(like))
-    else:
-        back = ckpt.restore(folder, 1, like)
-    jax.block_until_ready(back)
-    return json.loads(saved) | {"restored s": time.perf_counter() - began}
-
-
-def ckpt_orbax(folder):
-    return ckpt_ours(folder, peer="orbax")
+    (ROOT / "out").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "out") as folder:  # on the project's disk
+        saved = in_process("save_times", peer, folder)
+        like = state_like()
+        _, _, restore = calls_of(peer, folder)
+        began = time.perf_counter()
+        jax.block_until_ready(restore(like))
+        return saved | {"restored s": time.perf_counter() - began}
 
 
 # ---- safetensors: 1.2 GB in Llama's shapes, in the page cache
@@ -361,29 +324,20 @@ LLAMA_TENSORS = {"wq": (2048, 2048), "wk": (512, 2048), "wv": (512, 2048), "wo":
                  "w_gate": (5632, 2048), "w_up": (5632, 2048), "w_down": (2048, 5632)}
 
 
-def make_tensors():
+def make_tensors(folder):
     """Write a float32 file with five layers of LLAMA_TENSORS and an embedding."""
-    import numpy as np
-
     import ckpt
-    folder, rng = tensors_folder(), np.random.default_rng(0)
+    folder, rng = Path(folder), np.random.default_rng(0)
     folder.mkdir()
     shapes = {f"{i}.{name}": shape for i in range(5) for name, shape in LLAMA_TENSORS.items()}
     shapes["embed"] = (32000, 2048)
     tensors = ((name, rng.random(shape, np.float32)) for name, shape in shapes.items())
     ckpt.write_safetensors(folder / "model.safetensors", shapes, "float32", tensors)
-    return 0
-
-
-def tensors_folder():
-    return Path(tempfile.gettempdir()) / "sixfile_bench_tensors"
 
 
 def tensors_rate(read):
     """Return the GB per second of read(folder); another process writes the files."""
-    folder = tensors_folder()
-    if not folder.exists():
-        subprocess.run([sys.executable, __file__, "--one", "make_tensors"], check=True)
+    folder = cached("tensors", lambda path: in_process("make_tensors", str(path)))
     n_bytes = sum(len(path.read_bytes()) for path in folder.glob("*.safetensors"))
     began = time.perf_counter()
     arrays = read(folder)
@@ -416,11 +370,8 @@ def tensors_load_file():
 # ---- loaders: batches of 12 x 1024 from 100M uint16 tokens on disk
 
 def token_file():
-    import numpy as np
-    path = Path(tempfile.gettempdir()) / "sixfile_bench_tokens.bin"
-    if not path.exists():
-        np.random.default_rng(0).integers(0, 50304, 10**8, dtype=np.uint16).tofile(path)
-    return path
+    return cached("tokens.bin", lambda path: np.random.default_rng(0).integers(
+        0, 50304, 10**8, dtype=np.uint16).tofile(path))
 
 
 def loader_rate(batch, seconds=4.0):
@@ -441,7 +392,6 @@ def loader_ours():
 
 def loader_nanogpt():
     """Load as nanoGPT does: torch.randint, a stack of slices, int64."""
-    import numpy as np
     import torch
 
     def batch(_):
@@ -455,7 +405,6 @@ def loader_nanogpt():
 
 def loader_grain():
     import grain.python as grain
-    import numpy as np
     tokens = np.memmap(token_file(), np.uint16, "r")
     windows = grain.MapDataset.range((len(tokens) - 1) // 1024).shuffle(seed=0)
     rows = windows.map(lambda i: tokens[i * 1024 : i * 1024 + 1025].astype(np.int32))
@@ -464,7 +413,6 @@ def loader_grain():
 
 
 def loader_torch():
-    import numpy as np
     import torch
     tokens = np.memmap(token_file(), np.uint16, "r")
     rows = range((len(tokens) - 1) // 1024)
@@ -477,45 +425,38 @@ def loader_torch():
     return loader_rate(lambda i: next(batches), seconds=0.5)
 
 
-# ---- text to tokens: 100 MB of Python's standard library, and packing
+# ---- text to tokens: 100 MB of Python's standard library
 
 def text_file():
-    import data
-    path = Path(tempfile.gettempdir()) / "sixfile_bench.txt"
-    if not path.exists():
+    def make(path):
+        import data
         text = b"".join(p.read_bytes() for p in data._standard_library())
         path.write_bytes(text * (10**8 // len(text)))
-    return path
+
+    return cached("text.txt", make)
 
 
 def bpe_file():
     """Return the file of a BPE tokenizer with 8,192 tokens, trained on the first 10 MB of text."""
-    from tokenizers import ByteLevelBPETokenizer
-    path = Path(tempfile.gettempdir()) / "sixfile_bench_bpe.json"
-    if not path.exists():
+    def make(path):
+        from tokenizers import ByteLevelBPETokenizer
         tok = ByteLevelBPETokenizer()
         tok.train_from_iterator([text_file().read_text()[: 10**7]], 8192,
                                 special_tokens=["<|endoftext|>"])
         tok.save(str(path))
-    return path
+
+    return str(cached("bpe.json", make))
 
 
 def prepare_ours(tokenizer):
     """Return the MB of text per second, from text files to token files."""
     import data
-    tok, path = data.make_tokenizer(tokenizer), text_file()
+    tok = data.make_tokenizer(bpe_file() if tokenizer == "bpe" else tokenizer)
+    path = text_file()
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         data.tokenize_files([path], tok, folder)
         return path.stat().st_size / (time.perf_counter() - began) / 1e6
-
-
-def prepare_bytes():
-    return prepare_ours("bytes")
-
-
-def prepare_bpe():
-    return prepare_ours(str(bpe_file()))
 
 
 def prepare_copy():
@@ -530,7 +471,7 @@ def prepare_copy():
 def prepare_library():
     """Only call tokenizers' encode_batch on documents of 4,000 characters in memory."""
     from tokenizers import Tokenizer
-    tok, text = Tokenizer.from_file(str(bpe_file())), text_file().read_text()
+    tok, text = Tokenizer.from_file(bpe_file()), text_file().read_text()
     texts = [text[i : i + 4000] for i in range(0, len(text), 4000)]
     began = time.perf_counter()
     for i in range(0, len(texts), 1024):
@@ -538,6 +479,9 @@ def prepare_library():
     return len(text) / (time.perf_counter() - began) / 1e6
 
 
+# ---- chats to tokens and labels
+
+MARKS = "{% generation %}", "{% endgeneration %}"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
@@ -545,51 +489,47 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
-def chats_folder():
-    """Return a folder with a tokenizer and 1,500 chats of three questions and answers."""
-    from tokenizers import Tokenizer
-    folder = Path(tempfile.gettempdir()) / "sixfile_bench_chats"
-    if not (folder / "chats.jsonl").exists():
-        folder.mkdir(exist_ok=True)
-        tok = Tokenizer.from_file(str(bpe_file()))
+def chats_folder(template):
+    """Return a folder with a tokenizer and 1,500 chats of three questions and answers. template:
+    "marked" or "unmarked", whether it marks answers.
+    """
+    def make(folder):
+        from tokenizers import Tokenizer
+        folder.mkdir()
+        tok = Tokenizer.from_file(bpe_file())
         tok.add_special_tokens(["<|im_start|>", "<|im_end|>"])
         tok.save(str(folder / "tokenizer.json"))
-        settings = {"eos_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE}
+        text = CHAT_TEMPLATE
+        for mark in MARKS:
+            text = text if template == "marked" else text.replace(mark, "")
+        settings = {"eos_token": "<|endoftext|>", "chat_template": text}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         words = text_file().read_text()[: 10**7].split()
         lines = []
         for i in range(1500):
             messages = []
-            for k in range(3):
-                at = 750 * i + 250 * k
-                messages.append({"role": "user", "content": " ".join(words[at : at + 50])})
-                messages.append({"role": "assistant",
-                                 "content": " ".join(words[at + 50 : at + 250])})
+            for at in range(750 * i, 750 * (i + 1), 250):
+                question, answer = words[at : at + 50], words[at + 50 : at + 250]
+                messages.append({"role": "user", "content": " ".join(question)})
+                messages.append({"role": "assistant", "content": " ".join(answer)})
             lines.append(json.dumps({"messages": messages}) + "\n")
         (folder / "chats.jsonl").write_text("".join(lines))
-    return folder
+
+    return cached(f"chats_{template}", make)
 
 
-def chats_ours(marks="unmarked", n_cores=""):
-    """Return the chats per second, from a file of chats to a token file with labels.
-
-    marks: whether the template marks answers. n_cores: "1" for one core.
+def chats_ours(template, n_cores=""):
+    """Return the chats per second, from a file of chats to a token file with labels. n_cores: "1"
+    for one core.
     """
+    folder = chats_folder(template)
     if n_cores:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         os.environ["RAYON_NUM_THREADS"] = n_cores
     import data
-    folder = chats_folder()
+    tok = data.make_tokenizer(str(folder))
+    tok["chat"]()
     with tempfile.TemporaryDirectory() as other:
-        template = CHAT_TEMPLATE
-        if marks == "unmarked":
-            for mark in ("{% generation %}", "{% endgeneration %}"):
-                template = template.replace(mark, "")
-        settings = {"eos_token": "<|endoftext|>", "chat_template": template}
-        Path(other, "tokenizer_config.json").write_text(json.dumps(settings))
-        Path(other, "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-        tok = data.make_tokenizer(other)
-        tok["chat"]()
         began = time.perf_counter()
         data.tokenize_files([folder / "chats.jsonl"], tok, Path(other, "cache"))
         return 1500 / (time.perf_counter() - began)
@@ -598,7 +538,7 @@ def chats_ours(marks="unmarked", n_cores=""):
 def chats_transformers():
     """The same by transformers' apply_chat_template, one chat after the other, in memory."""
     import transformers
-    folder = chats_folder()
+    folder = chats_folder("marked")
     tok = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     began = time.perf_counter()
     for line in (folder / "chats.jsonl").open():
@@ -618,7 +558,6 @@ def click_config(rows=10**6, **changes):
 def click_batches(cfg, n=20):
     """Return batches with ids by Zipf's law; 20% of the examples are clicked."""
     import clicks
-    import numpy as np
 
     import data
     random, batches = np.random.default_rng(0), []
@@ -636,29 +575,16 @@ def click_batches(cfg, n=20):
 
 def clicks_ours(rows=10**6):
     import clicks
-    import jax
 
     import train
     cfg = click_config(int(rows))
     run = train.setup_run(cfg, clicks.TASK, hooks=[clicks.sparse_rows])
-    steps = train.steplib.lower_steps(*train.step_args(run))
-    programs = train.steplib.compile_steps(steps)
-    state = programs["init"](jax.random.key(0))
-    batches = itertools.cycle(click_batches(cfg))
-
-    def update():
-        nonlocal state
-        state, metrics = programs["train_step"](
-            state, jax.device_put(next(batches)), cfg.lr)
-        float(metrics["loss"])
-
-    return rate(update, cfg.batch_size)
+    return our_rate(run, click_batches(cfg), cfg.batch_size)
 
 
 def torch_clicks(cfg, params):
     """Return a function batch -> loss that trains the same model from the same parameters."""
     import clicks
-    import numpy as np
     import torch
     tables = {}
     for name in clicks.sizes(cfg):
@@ -690,7 +616,6 @@ def torch_clicks(cfg, params):
 
 def clicks_torch(rows=10**6):
     import clicks
-    import numpy as np
     cfg = click_config(int(rows))
     random = np.random.default_rng(0)
     params = {name: random.normal(0, 0.01, row["shape"]).astype(np.float32)
@@ -702,36 +627,36 @@ def clicks_torch(rows=10**6):
 # ---- the table
 
 # Other libraries have no "mixed" and compute in float32 there.
-STEPS = [f"{dtype} {shape}" for shape in SHAPES for dtype in ("float32", "bfloat16", "mixed")]
-ROWS = {  # name: (unit, whether more is better, {contestant: function}); this project is "ours"
-    **{f"step {row}": ("tokens/s", True, {
-        who: f"step_{who.replace('.', '_')} "
-             f"{row if who == 'ours' else row.replace('mixed', 'float32')}"
-        for who in ("ours", "torch", "torch.compile", "flax")}) for row in STEPS},
-    "start cold": ("s", False, {"ours": "start_ours_cold", "torch": "start_torch",
-                                "torch.compile": "start_torch_compile"}),
-    "start warm": ("s", False, {"ours": "start_ours_warm", "torch": "start_torch"}),
-    "ckpt": ("", False, {"ours": "ckpt_ours", "orbax": "ckpt_orbax"}),
+STEPS = {}
+for shape, dtype in itertools.product(SHAPES, ("float32", "bfloat16", "mixed")):
+    peer = f"{dtype.replace('mixed', 'float32')} {shape}"
+    STEPS[f"step {dtype} {shape}"] = ("tokens/s", True, {
+        "ours": f"step_ours {dtype} {shape}", "torch": f"step_torch {peer}",
+        "torch.compile": f"step_torch {peer} compiled", "flax": f"step_flax {peer}"})
+ROWS = STEPS | {  # name: (unit, whether more is better, {contestant: function and arguments})
+    "start cold": ("s", False, {"ours": "start_ours cold", "torch": "start_torch",
+                                "torch.compile": "start_torch compiled"}),
+    "start warm": ("s", False, {"ours": "start_ours warm", "torch": "start_torch"}),
+    "ckpt": ("", False, {"ours": "ckpt_times ours", "orbax": "ckpt_times orbax"}),
     "safetensors": ("GB/s", True, {"ours": "tensors_ours", "load_file": "tensors_load_file"}),
     "loader": ("Mtokens/s", True, {"ours": "loader_ours", "nanoGPT": "loader_nanogpt",
                                    "grain": "loader_grain", "torch": "loader_torch"}),
-    "prepare bytes": ("MB/s", True, {"ours": "prepare_bytes", "copy": "prepare_copy"}),
-    "prepare BPE": ("MB/s", True, {"ours": "prepare_bpe", "library": "prepare_library"}),
+    "prepare bytes": ("MB/s", True, {"ours": "prepare_ours bytes", "copy": "prepare_copy"}),
+    "prepare BPE": ("MB/s", True, {"ours": "prepare_ours bpe", "library": "prepare_library"}),
     "chats": ("chats/s", True, {
-        "ours": "chats_ours", "one core": "chats_ours unmarked 1", "marked": "chats_ours marked",
-        "transformers": "chats_transformers"}),
+        "ours": "chats_ours unmarked", "one core": "chats_ours unmarked 1",
+        "marked": "chats_ours marked", "transformers": "chats_transformers"}),
     "clicks": ("examples/s", True, {"ours": "clicks_ours", "torch": "clicks_torch"}),
 }
 
 
 def measure(call):
-    """Run a function of this file in a new process; return {part: value}, or None if it fails."""
-    run = subprocess.run([sys.executable, __file__, "--one", *call.split()], capture_output=True,
-                         text=True, cwd=ROOT)
-    if run.returncode:
-        print(f"  {call}: {(run.stderr.strip() or 'failed').splitlines()[-1]}", file=sys.stderr)
+    """Call a function of this file in a new process; return {part: value}, or None if it fails."""
+    try:
+        value = in_process(*call.split())
+    except RuntimeError as e:
+        print(f"  {e}", file=sys.stderr)
         return None
-    value = json.loads(run.stdout.splitlines()[-1])
     return value if isinstance(value, dict) else {"": value}
 
 
@@ -739,15 +664,12 @@ def compare(name, runs):
     """Print the medians of a row and the ratios; return {contestant: {part: values}}."""
     unit, more, contestants = ROWS[name]
     values = {who: {} for who in contestants}
-    failed = set()
     order = list(contestants)
     for _ in range(runs):
-        for who in order:
-            if who in failed:
-                continue
+        for who in list(order):
             parts = measure(contestants[who])
             if parts is None:
-                failed.add(who)
+                order.remove(who)
                 continue
             for part, value in parts.items():
                 values[who].setdefault(part, []).append(value)
@@ -766,13 +688,17 @@ def compare(name, runs):
 
 def hardware():
     """Return one line with processor, cores and versions."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ()
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    versions = [f"{p} {importlib.metadata.version(p)}" for p in PACKAGES
-                if importlib.util.find_spec(p.split("-")[0])]
-    missing = [p for p in PACKAGES if not importlib.util.find_spec(p.split("-")[0])]
-    return (f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores; "
-            + ", ".join(versions) + (f"; not installed: {', '.join(missing)}" if missing else ""))
+    versions = []
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"no {package}")
+    name = names[0] if names else platform.processor()
+    return f"{name}, {os.cpu_count()} cores; {', '.join(versions)}"
 
 
 def main():
@@ -786,9 +712,7 @@ def main():
     args = parser.parse_args()
     if args.one:
         name, *rest = args.one
-        with scratch() as folder:
-            call = globals()[name]
-            print(json.dumps(call(folder) if name.startswith("ckpt_") else call(*rest)))
+        print(json.dumps(globals()[name](*rest)))
         return
     print(hardware())
     rows = [name for name in ROWS if any(word in name for word in args.only)]

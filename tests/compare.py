@@ -71,10 +71,16 @@ def compare(folders, by="val_loss", csv_path="", png_path=None):
     by: metric to sort by, with a sign > or < that says which end is better. png_path: "" for no
     picture; None for compare.png if matplotlib is installed.
     """
-    by, sign = parse_by(by)
+    found = re.fullmatch(r"([^<>]+)([<>]?)", by)
+    if not found:
+        raise ValueError(f"--by {by!r}: must be the name of a metric, as val_loss, 'val_acc>' or "
+                         "'val_loss<'")
+    by, sign = found.groups()
+    sign = sign or config.better_sign(by) or "<"
     can_draw = importlib.util.find_spec("matplotlib") is not None
+    missing = "matplotlib is not installed: pip install matplotlib"
     if png_path and not can_draw:
-        raise ValueError("--png: matplotlib is not installed: pip install matplotlib")
+        raise ValueError(f"--png: {missing}")
 
     # Read and summarize the runs, and sort them. Those without a value come last.
     runs = read_runs(folders)
@@ -88,34 +94,20 @@ def compare(folders, by="val_loss", csv_path="", png_path=None):
     # Write the files first: whoever reads the table may close it early.
     if csv_path:
         write_csv(csv_path, runs, fields)
+    curves = "" if png_path == "" else f"no curves are drawn: {missing}"
     if png_path != "" and can_draw:
         draw(png_path or "compare.png", runs, by, direction, train_name)
+        curves = f"curves: {png_path or 'compare.png'}"
 
-    # Print the table, and what it cannot show.
     width = shutil.get_terminal_size((10_000, 24)).columns  # without a terminal nothing is cut
     order = "highest" if sign == ">" else "lowest"
+    reasons = [f"{run['name']}: {run['reason']}" for run in runs if run["reason"]]
     print(f"by {by}, the {order} first; training {train_name}: mean over the last {MEAN_ROWS} log "
           "rows, by labels")
-    for line in format_table(table_columns(runs, fields, by), width):
-        print(line)
-    for run in runs:
-        if run["reason"]:
-            print(f"{run['name']}: {run['reason']}")
-    if png_path != "" and can_draw:
-        print(f"curves: {png_path or 'compare.png'}")
-    elif png_path != "":
-        print("no curves are drawn: matplotlib is not installed: pip install matplotlib")
+    print("\n".join([*format_table(table_columns(runs, fields, by), width), *reasons]))
+    if curves:
+        print(curves)
     return runs
-
-
-def parse_by(text):
-    """(name, sign) of a metric to sort by. sign: > where more is better, < where less is."""
-    found = re.fullmatch(r"([^<>]+)([<>]?)", text)
-    if not found:
-        raise ValueError(f"--by {text!r}: must be the name of a metric, as val_loss, 'val_acc>' or "
-                         "'val_loss<'")
-    name, sign = found.groups()
-    return name, sign or config.better_sign(name) or "<"
 
 
 # ---- reading runs
@@ -200,14 +192,12 @@ def summarize(run, by, sign, train_name):
             start = row
 
     # The best value with its step and that of each validation set, and the last value.
-    best, last = {}, {}
     finite = [row for row in points if row[by] is not None]
-    if finite:
-        choose = max if sign == ">" else min
-        best = choose(finite, key=lambda row: row[by])
+    choose = max if sign == ">" else min
+    best = choose(finite, key=lambda row: row[by], default={})
+    last = {}
     if points:
         last = points[-1] | {by: nan_if_none(points[-1][by])}
-    named = {name: x for name, x in best.items() if name.startswith(f"{by}/")}
 
     # Means of the newest log rows. One without a label has no loss.
     values, weights = [], []
@@ -227,7 +217,7 @@ def summarize(run, by, sign, train_name):
         "best_step": best.get("step"),
         "last": last.get(by),
         "last_step": last.get("step"),
-        "named": named,
+        "named": {name: x for name, x in best.items() if name.startswith(f"{by}/")},
         "train": statistics.fmean(values, weights) if values else None,
         "unit": start["unit"],
         "units_per_s": statistics.median(speeds) if speeds else None,
@@ -251,13 +241,12 @@ def state_of(path, rows, steps):
         return "crashed", last["error"].partition("\n")[0]
     if last["event"] == "end" and last["exit_code"]:
         return "failed", last["reason"]
-    if last["event"] == "end":
-        return ("stopped" if last["step"] < steps else "finished"), ""
-
+    if last["event"] == "end" and last["step"] < steps:
+        return "stopped", ""
     # Without an end, a run is being written, or was killed, perhaps after its last save.
-    if is_locked(path):
+    if last["event"] != "end" and is_locked(path):
         return "running", ""
-    if last["event"] == "save" and last["step"] == steps:
+    if last["event"] == "end" or (last["event"] == "save" and last["step"] == steps):
         return "finished", ""
     return "killed", "its log has no end, and no process on this machine holds its lock"
 
@@ -320,25 +309,20 @@ def table_columns(runs, fields, by):
         # A field with many values first. One that may change when a run resumes is the first to go.
         rank = 9 if name in config.RESUMABLE_FIELDS else 3 - n_values(runs, name) / len(runs)
         add(name, rank, (format_field(name, run["config"].get(name)) for run in runs))
-    add("step", 1, map(format_progress, runs))
+    add("step", 1, (str(run["step"]) if run["step"] == run["steps"]
+                    else f"{run['step']}/{run['steps']}" for run in runs))
     add("best", 0, format_points(runs, "best"))
     add("last", 6, format_points(runs, "last"))
     for name in dict.fromkeys(name for run in runs for name in run["named"]):
         add(name, 10, (format_metric(run["named"].get(name)) for run in runs))
     add("training", 4, (format_metric(run["train"]) for run in runs))
     units = sorted({f"{run['unit']}s/s" for run in runs if run["unit"]})
-    add(" or ".join(units), 5, (format_speed(run["units_per_s"]) for run in runs))
+    add(" or ".join(units), 5, ("" if run["units_per_s"] is None else f"{run['units_per_s']:,.0f}"
+                                for run in runs))
     add("time", 7, (format_seconds(run["wall_s"]) for run in runs))
     add("params", 8, (f"{(run['n_params'] or 0) / 1e6:,.2f}M" for run in runs))
     add("state", 1, (run["state"] for run in runs))
     return columns
-
-
-def format_progress(run):
-    """The step, and the number of steps if it is not reached."""
-    if run["step"] == run["steps"]:
-        return str(run["step"])
-    return f"{run['step']}/{run['steps']}"
 
 
 def format_points(runs, name):
@@ -359,12 +343,6 @@ def format_metric(x):
     if math.isnan(x) or 0.001 <= abs(x) < 10_000 or x == 0:
         return f"{x:.4f}"
     return f"{x:.3g}"
-
-
-def format_speed(units_per_s):
-    if units_per_s is None:
-        return ""
-    return f"{units_per_s:,.0f}"
 
 
 def format_seconds(seconds):
@@ -424,9 +402,8 @@ def write_csv(path, runs, fields):
     for run in runs:
         row = {"run": run["run"]}
         row |= {name: format_field(name, run["config"].get(name)) for name in fields}
-        reached = {name: x for name, x in run.items() if name not in ("config", "rows", "named",
-                                                                      "curves")}
-        rows.append(row | reached | run["named"])
+        row |= {name: x for name, x in run.items() if name not in ("config", "rows", "named")}
+        rows.append(row | run["named"])
     titles = dict.fromkeys(title for row in rows for title in row)
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, titles)
@@ -436,7 +413,7 @@ def write_csv(path, runs, fields):
 
 # ---- the picture
 
-N_COLOURED = 10  # runs with a colour and a line in the legend: the best ones; the others are grey
+N_COLOURED = 10  # the best runs, with a colour and a line in the legend; the others are grey
 SMOOTH_FRAC = 0.04  # a training curve shows means over this fraction of its log rows on each side
 EARLY_FRAC = 0.2  # first fraction of a run's points, which may lie outside the picture
 

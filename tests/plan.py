@@ -13,6 +13,7 @@ rings. Without the compiler of GPUs, the plan is an estimate from shapes.
 import ast
 import dataclasses
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -81,26 +82,20 @@ def main(cfg, hooks=(), task=train.TEXT):
     """
     if cfg.mode not in ("train", "plan"):
         config.raise_if_errors([f"mode {cfg.mode}: only training can be planned; remove --mode"])
-    devices = None
-    if cfg.plan_for:
-        devices = planned_devices(cfg)
-    run = train.setup_run(cfg, task, devices)
+    run = train.setup_run(cfg, task, planned_devices(cfg) if cfg.plan_for else None)
     if cfg.plan_sweep:
         return {"exit_code": 0, "meshes": sweep(run, cfg.plan_sweep)}
     cost = measure(run)
     train.print_estimate(run, cost)
     for (kind, axes), (count, n_bytes) in cost["collectives"].items():
         train.print0(f"  {n_bytes / 2**30:10,.4g} GiB  sent by {count} {kind} over {axes}")
-    if "seconds" in cost:
-        seconds = ", ".join(f"{name} {s:.4g} s" for name, s in cost["seconds"].items())
-        train.print0(f"at full rates: {seconds}")
+    tokens = run["cfg"].batch_size * run["cfg"].seq_len
     if "step_s" in cost:
-        tokens = run["cfg"].batch_size * run["cfg"].seq_len
+        seconds = ", ".join(f"{name} {s:.4g} s" for name, s in cost["seconds"].items())
         rate = tokens / cost["step_s"]
-        train.print0(f"a step: about {cost['step_s']:.4g} s, {rate:,.0f} tokens/s, "
-                     f"MFU {cost['mfu']:.1%}")
+        train.print0(f"at full rates: {seconds}\na step: about {cost['step_s']:.4g} s, "
+                     f"{rate:,.0f} tokens/s, MFU {cost['mfu']:.1%}")
     if "products_s" in cost:
-        tokens = run["cfg"].batch_size * run["cfg"].seq_len
         train.print0(f"products at the peak rate: {cost['products_s']:.4g} s of a step, so at most "
                      f"{tokens / cost['products_s']:,.0f} tokens/s")
     if cfg.plan_for and run["cfg"].dtype == "float32":
@@ -119,6 +114,7 @@ def planned_devices(cfg):
     """
     name, _, shape = cfg.plan_for.partition(":")
     is_gpu = name in GPUS
+    compiler = importlib.util.find_spec("jax_cuda12_plugin" if is_gpu else "libtpu")
     error = ""
     if name not in (*GPUS, *TPUS):
         error = f"unknown device {name!r} ({config.did_you_mean(name, (*GPUS, *TPUS))})"
@@ -128,29 +124,26 @@ def planned_devices(cfg):
         error = f"a host has at most {MAX_GPUS} GPUs; write {name}:4x8 for 4 hosts of 8"
     elif not is_gpu and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
         error = f"write the sides of a slice, as in {name}:4x4"
-    elif not is_gpu and not importlib.util.find_spec("libtpu"):
+    elif not is_gpu and not compiler:
         error = "its compiler is missing: pip install 'jax[tpu]<0.13'"
-    config.raise_if_errors([config.field_error(cfg, "plan_for", error)] if error else [])
-
-    jax.config.update("jax_platforms", "cpu")
-    if is_gpu and not importlib.util.find_spec("jax_cuda12_plugin"):
-        return absent_gpus(name, *hosts_and_gpus(cfg.plan_for))
-    try:
-        if not is_gpu:
-            return slice_devices(cfg.plan_for, cfg.slices)
-        if cfg.deterministic and jax.__version_info__ >= (0, 12):
-            error = ("with --deterministic, XLA of jax 0.12 compiles for a GPU only where one is; "
-                     "plan without it, or with jax 0.10")
-        elif cfg.offload_optimizer:
-            error = ("with --offload_optimizer, absent GPUs cannot be planned: JAX does not "
-                     "know their host's memory; plan without it, or where such a GPU is")
-        else:
-            # Such programs can be written to the cache, but not read.
-            jax.config.update("jax_enable_compilation_cache", False)
-            return gpus(name, *hosts_and_gpus(cfg.plan_for))
-    except (RuntimeError, ValueError) as e:
-        error = f"{name} has no such shape ({str(e).splitlines()[0]})"
+    elif is_gpu and compiler and cfg.deterministic and jax.__version_info__ >= (0, 12):
+        error = ("with --deterministic, XLA of jax 0.12 compiles for a GPU only where one is; "
+                 "plan without it, or with jax 0.10")
+    elif is_gpu and compiler and cfg.offload_optimizer:
+        error = ("with --offload_optimizer, absent GPUs cannot be planned: JAX does not know their "
+                 "host's memory; plan without it, or where such a GPU is")
+    if not error:
+        jax.config.update("jax_platforms", "cpu")
+        make = slice_devices if not is_gpu else gpus if compiler else absent_gpus
+        try:
+            return make(cfg)
+        except (RuntimeError, ValueError) as e:
+            error = f"{name} has no such shape ({str(e).splitlines()[0]})"
     config.raise_if_errors([config.field_error(cfg, "plan_for", error)])
+
+
+def gpu_of(plan_for):
+    return GPUS[plan_for.partition(":")[0]]
 
 
 def hosts_and_gpus(plan_for):
@@ -169,21 +162,23 @@ class AbsentGpu:
     platform: str = "gpu"
 
 
-def absent_gpus(name, hosts, per_host):
-    kind = GPUS[name]["kind"]
-    capability = "{}.{}".format(*GPUS[name]["capability"])
-    return [AbsentGpu(i, i // per_host, kind, capability) for i in range(hosts * per_host)]
+def absent_gpus(cfg):
+    gpu = gpu_of(cfg.plan_for)
+    hosts, per_host = hosts_and_gpus(cfg.plan_for)
+    capability = "{}.{}".format(*gpu["capability"])
+    return [AbsentGpu(i, i // per_host, gpu["kind"], capability) for i in range(hosts * per_host)]
 
 
-def slice_devices(name, n_slices):
+def slice_devices(cfg):
     # Keep libtpu from probing for hardware, and allow several planners at a time.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
                       TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
     options = {}
-    if name.startswith("v4"):
+    if cfg.plan_for.startswith("v4"):
         # One device for the two cores of a chip, which is the default for v5p.
         options["chip_config_name"] = "megacore"
-    return topologies.get_topology_desc(name, "tpu", num_slices=n_slices, **options).devices
+    return topologies.get_topology_desc(
+        cfg.plan_for, "tpu", num_slices=cfg.slices, **options).devices
 
 
 TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e")
@@ -211,32 +206,21 @@ GPUS = {
 }
 
 
-def gpus(name, hosts, per_host):
-    """hosts * per_host GPUs of GPUS[name]. Autotuning is off, as it would run on a GPU."""
+def gpus(cfg):
+    """The GPUs that cfg.plan_for names. Autotuning is off, as it would run on a GPU."""
     from jax._src import xla_bridge
-    gpu = GPUS[name]
-    numbers = {
-        "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "threads_per_core_limit": 2048,
-        "shared_memory_per_block": 48 * 2**10,
-        "shared_memory_per_core": gpu["shared_kib"] * 2**10,
-        "shared_memory_per_block_optin": (gpu["shared_kib"] - 1) * 2**10,
-        "core_count": gpu["multiprocessors"],
-        "fpus_per_core": gpu["fp32_units"],
-        "block_dim_limit_x": 2**31 - 1,
-        "block_dim_limit_y": 2**16 - 1,
-        "block_dim_limit_z": 2**16 - 1,
-        "thread_dim_limit_x": 1024,
-        "thread_dim_limit_y": 1024,
-        "thread_dim_limit_z": 64,
-        "registers_per_core_limit": 2**16,
-        "registers_per_block_limit": 2**16,
-        "l2_cache_size": int(gpu["l2_mib"] * 2**20),
-        "clock_rate_ghz": gpu["clock_ghz"],
-        "memory_bandwidth": first_prefix(BANDWIDTHS, gpu["kind"])["memory"] * 10**9,
-        "device_memory_size": int(gpu["memory_gib"] * 2**30),
-    }
+    gpu = gpu_of(cfg.plan_for)
+    numbers = dict(
+        threads_per_block_limit=1024, threads_per_warp=32, threads_per_core_limit=2048,
+        shared_memory_per_block=48 * 2**10, shared_memory_per_core=gpu["shared_kib"] * 2**10,
+        shared_memory_per_block_optin=(gpu["shared_kib"] - 1) * 2**10,
+        core_count=gpu["multiprocessors"], fpus_per_core=gpu["fp32_units"],
+        block_dim_limit_x=2**31 - 1, block_dim_limit_y=2**16 - 1, block_dim_limit_z=2**16 - 1,
+        thread_dim_limit_x=1024, thread_dim_limit_y=1024, thread_dim_limit_z=64,
+        registers_per_core_limit=2**16, registers_per_block_limit=2**16,
+        l2_cache_size=int(gpu["l2_mib"] * 2**20), clock_rate_ghz=gpu["clock_ghz"],
+        memory_bandwidth=first_prefix(BANDWIDTHS, gpu["kind"])["memory"] * 10**9,
+        device_memory_size=int(gpu["memory_gib"] * 2**30))
     major, minor = gpu["capability"]
     target = (
         "gpu_device_info { " + " ".join(f"{k}: {v}" for k, v in numbers.items())
@@ -244,11 +228,14 @@ def gpus(name, hosts, per_host):
         "runtime_version: '12.9.0' dnn_version: '9.10.0' } platform_name: 'CUDA' "
         "dnn_version_info { major: 9 minor: 10 } "
         f"device_description_str: '{gpu['kind']}'")
+    # Such programs can be written to the cache, but not read.
+    jax.config.update("jax_enable_compilation_cache", False)
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # or the plug-in requires a driver
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
     # Lowering asks for the platform of the backend of this machine, which is a CPU.
     canonicalize = xla_bridge.canonicalize_platform
     xla_bridge.canonicalize_platform = lambda p: "cuda" if p == "gpu" else canonicalize(p)
+    hosts, per_host = hosts_and_gpus(cfg.plan_for)
     return topologies.get_topology_desc(
         "", "cuda", target_config=target, topology=f"{hosts}x1x{per_host}").devices
 
@@ -266,17 +253,15 @@ def measure(run):
     add_recomputation(cost["flop"], run["cfg"])
     compiled_step = cost.get("programs", {}).get("a step")
     if compiled_step is None:  # it does not fit, or cannot be compiled
-        return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0,
-                       "host_bytes": 0}
+        return cost | {"collectives": {}, "sent_bytes": 0}
     n_slices = run["cfg"].slices
     plan_for = run["cfg"].plan_for
     if plan_for.partition(":")[0] in GPUS:  # the slow network is between hosts
         n_slices, _ = hosts_and_gpus(plan_for)
-    kind = mesh.devices.flat[0].device_kind
     cost |= traffic(compiled_step.as_text(), mesh, n_slices)
     if run["cfg"].dtype == "float32":  # the rates are those of bfloat16
         return cost
-    return cost | roofline(cost, kind)
+    return cost | roofline(cost, mesh.devices.flat[0].device_kind)
 
 
 def add_recomputation(flop, cfg):
@@ -340,8 +325,8 @@ def activation_bytes(cfg, n):
     tokens = cfg.batch_size * cfg.seq_len / (n["dp"] * n["fsdp"] * n["ep"] * n["sp"])
     tokens /= cfg.grad_accum_steps
     heads = 2 * (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / n["tp"]  # q, k, v, output
-    _, mlp_inputs = expert_slots(cfg)
-    hidden = 3 * mlp_inputs * cfg.d_ff / n["tp"] / max(cfg.mlp_tiles, 1)  # gate, up, product
+    hidden = 3 * (expert_slots(cfg) or 1) * cfg.d_ff / n["tp"]  # gate, up, product
+    hidden /= max(cfg.mlp_tiles, 1)
     layer = 4 * cfg.d_model + heads + hidden  # inputs of two blocks, before and after their norms
     kept = {"none": layer, "dots": 2 * cfg.d_model + heads + hidden, "full": cfg.d_model,
             "named": cfg.d_model + heads, "offload": 0}[cfg.remat]
@@ -394,65 +379,54 @@ def sweep(run, n_meshes):
     Returns [(does not fit, seconds or bytes by which it is sorted, sizes, cost)].
     """
     devices = list(run["mesh"].devices.flat)
-    axes = steplib.AXES
     candidates = legal_meshes(run, devices)
     train.print0(train.run_summary(run) + f"; legal meshes: {len(candidates)}")
-
     rows = []
-    for each in candidates[:n_meshes]:
-        cost = measure(train.setup_run(each["cfg"], run["task"], devices))
+    for sizes in candidates[:n_meshes]:
+        cost = measure(train.setup_run(with_mesh(run["cfg"], sizes), run["task"], devices))
         # Sort by bytes if no rate is known.
-        rows.append((not cost["fits"], cost.get("step_s", cost["sent_bytes"]), each["sizes"], cost))
+        rows.append((not cost["fits"], cost.get("step_s", cost["sent_bytes"]), sizes, cost))
     rows.sort(key=lambda row: row[:2])
 
-    columns = "  ".join(["{:>4}"] * len(axes))
-    train.print0(columns.format(*axes) + "      GiB  sent GiB  step s")
+    columns = "  ".join(["{:>4}"] * len(steplib.AXES))
+    train.print0(columns.format(*steplib.AXES) + "      GiB  sent GiB  step s")
     for too_large, _, sizes, cost in rows:
         total_gib = cost["memory"].get("total", math.nan) / 2**30
-        line = f"{columns.format(*sizes)}  {total_gib:7.4g}  {cost['sent_bytes'] / 2**30:8.4g}"
-        if too_large:
-            line += "  does not fit"
-        elif "step_s" in cost:
-            line += f"  {cost['step_s']:.4g}"
-        train.print0(line)
+        end = "does not fit" if too_large else ""
+        if "step_s" in cost and not too_large:
+            end = f"{cost['step_s']:.4g}"
+        train.print0(f"{columns.format(*sizes)}  {total_gib:7.4g}  "
+                     f"{cost['sent_bytes'] / 2**30:8.4g}  {end}")
     return rows
 
 
+def with_mesh(cfg, sizes):
+    return dataclasses.replace(cfg, **dict(zip(steplib.AXES, sizes)))
+
+
 def legal_meshes(run, devices):
-    """[{"sizes", "cfg", ...}] of the meshes that the config and the parameters allow.
+    """The sizes of the meshes that the config and the parameters allow.
 
     Those come first whose state fits, then those that send less, then those with a smaller state.
     """
     _, memory_gib = steplib.peaks(devices[0].device_kind)
-    limit = math.inf
-    if memory_gib:
-        limit = memory_gib * 2**30
+    limit = memory_gib * 2**30 if memory_gib else math.inf
+    n = len(devices)
+    divisors = [size for size in range(1, n + 1) if n % size == 0]
     found = []
-    for sizes in factorizations(len(devices), len(steplib.AXES)):
-        cfg = dataclasses.replace(run["cfg"], **dict(zip(steplib.AXES, sizes)))
+    for sizes in itertools.product(divisors, repeat=len(steplib.AXES)):
+        if math.prod(sizes) != n:
+            continue
+        cfg = with_mesh(run["cfg"], sizes)
         try:
-            config.validate(cfg, len(devices), (), run["task"]["validate"])
+            config.validate(cfg, n, (), run["task"]["validate"])
             mesh, state_bytes, sent = predicted_traffic(cfg, run["table"], sizes)
             errors = steplib.check_shapes(run["table"], mesh)
         except ValueError:  # this mesh and this model do not fit
             continue
-        if errors:
-            continue
-        found.append({"sizes": sizes, "cfg": cfg, "state_bytes": state_bytes,
-                      "sent_bytes": sum(sent.values())})
-    return sorted(found, key=lambda each: (
-        each["state_bytes"] > limit, each["sent_bytes"], each["state_bytes"], each["sizes"]))
-
-
-def factorizations(n, k):
-    """All tuples of k sizes whose product is n."""
-    if k == 1:
-        return [(n,)]
-    found = []
-    for first in range(1, n + 1):
-        if n % first == 0:
-            found += [(first, *rest) for rest in factorizations(n // first, k - 1)]
-    return found
+        if not errors:
+            found.append((state_bytes > limit, sum(sent.values()), state_bytes, sizes))
+    return [sizes for *_, sizes in sorted(found)]
 
 
 def predicted_traffic(cfg, table, sizes):
@@ -483,9 +457,9 @@ def predicted_traffic(cfg, table, sizes):
     tokens = cfg.batch_size * cfg.seq_len / (n["dp"] * n["fsdp"] * n["ep"] * n["sp"])
     moved = 4 * cfg.n_layers * itemsize(cfg) * tokens * cfg.d_model  # twice forward, twice backward
     heads = (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / cfg.d_model / n["tp"]
-    slots, mlp_inputs = expert_slots(cfg)
+    slots = expert_slots(cfg)
     sent = {"weights": weights,
-            "tp": SENT["all-reduce"](n["tp"], moved * (1 + mlp_inputs) / 2),
+            "tp": SENT["all-reduce"](n["tp"], moved * (1 + (slots or 1)) / 2),
             "sp": SENT["all-to-all"](n["sp"], moved * heads),
             "ep": SENT["all-to-all"](n["ep"], moved * slots)}
     return mesh, state_bytes, sent
@@ -497,11 +471,8 @@ def itemsize(cfg):
 
 
 def expert_slots(cfg):
-    """(slots of experts per token, rows that the MLPs of a layer compute per token)."""
-    if not cfg.n_experts:
-        return 0, 1
-    slots = cfg.experts_per_token * (cfg.capacity_factor or 1)
-    return slots, slots
+    """Slots of experts per token: rows that the MLPs of a layer compute, if it has experts."""
+    return cfg.n_experts and cfg.experts_per_token * (cfg.capacity_factor or 1)
 
 
 def n_gathered(spec, mesh):
@@ -565,7 +536,9 @@ def _operations(text):
     """Yield (operation, result bytes, line, times it runs, whether it is fused) for each line that
     runs. The operation that calls a fused one counts its writes.
     """
-    bodies = _computations(text)
+    # {name of a computation: its text}
+    bodies = {body[1]: body[2] for body in re.finditer(
+        r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:$|,)", text, re.M | re.S)}
 
     def walk(name, times, fused):
         for line in bodies.get(name, "").splitlines():
@@ -581,12 +554,6 @@ def _operations(text):
                 yield from walk(called, times * trips, fused or op != "while")
 
     return walk(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 1, False)
-
-
-def _computations(text):
-    """{name of a computation: its text} of a program in HLO."""
-    return {body[1]: body[2] for body in re.finditer(
-        r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:$|,)", text, re.M | re.S)}
 
 
 def _result_bytes(text):

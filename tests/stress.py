@@ -206,19 +206,6 @@ def wait_in(ready, runs, timeout_s=120):
         assert time.monotonic() < deadline, [log.read_text() for _, log in runs]
 
 
-def how_ended(run, limit_s):
-    """Wait for a process that was not killed; return its exit code, as text, and the seconds until
-    then.
-    """
-    began = time.monotonic()
-    run.join(limit_s)
-    if run.exitcode is None:
-        run.kill()
-        run.join()
-        return f"no exit code, waiting {limit_s} s", limit_s
-    return f"exit code {run.exitcode}", time.monotonic() - began
-
-
 def kill_run(start, cfg, rng, seconds):
     """Start a run and kill one or both of its processes at a random moment; return what happened,
     or None when the run had reached its end.
@@ -228,34 +215,32 @@ def kill_run(start, cfg, rng, seconds):
     began, runs = time.monotonic(), start(cfg)
     killed = rng.choice([[0], [0], [1], [1], [0, 1]])
     wanted = rng.choices(["starting", "stepping", "saving"], [1, 4, 4])[0]
-    if wanted == "starting":
-        end = began + rng.uniform(0, 5)
-        wait_in(lambda: time.monotonic() > end, runs)
-    else:
+    end = began + rng.uniform(0, 5)
+    if wanted != "starting":
         wait_in(lambda: ckpt.latest(root) != saved, runs)
         seconds["restart"].append(time.monotonic() - began)
         end = time.monotonic() + rng.uniform(0, 1)
-        wait_in(lambda: time.monotonic() > end, runs)
-        if wanted == "saving":
-            wait_in(lambda: phase(out, log_before) == "saving", runs)
-            time.sleep(rng.uniform(0, 0.2))
+    wait_in(lambda: time.monotonic() > end, runs)
+    if wanted == "saving":
+        wait_in(lambda: phase(out, log_before) == "saving", runs)
+        time.sleep(rng.uniform(0, 0.2))
     found, alive = phase(out, log_before), all(run.is_alive() for run, _ in runs)
     for i in killed:
         runs[i][0].kill()
     words = [f"killed, {found}, process {' and '.join(map(str, killed))}"]
-    limit_s, ends = CONNECTING_S if found == "starting" else END_S, []
-    for i in {0, 1} - set(killed):
-        end, second = how_ended(runs[i][0], limit_s)
-        ends.append(end)
-        words.append(f"process {i} ended with {end}")
-        seconds["end of the other"].append(second)
-    for i in killed:
-        runs[i][0].join()
-    said = [log.read_text() for _, log in runs]
-    if "done: all" in said[0] or "is finished" in said[0]:
+    is_right = alive
+    for i, (run, _) in enumerate(runs):
+        began = time.monotonic()
+        run.join(CONNECTING_S if found == "starting" else END_S)
+        if i not in killed:
+            seconds["end of the other"].append(time.monotonic() - began)
+            words.append(f"process {i} ended with exit code {run.exitcode}")
+            is_right &= run.exitcode in (1, -6) or found == "starting"
+            run.kill()
+    printed = [log.read_text() for _, log in runs]
+    if "done: all" in printed[0] or "is finished" in printed[0]:
         return None
-    is_right = {*ends} <= {"exit code 1", "exit code -6"} or found == "starting"
-    return ": ".join(words) if alive and is_right else f"WRONG: {words}: {said}"
+    return ": ".join(words) if is_right else f"WRONG: {words}: {printed}"
 
 
 def count_run_kills(n_kills, seed, root):

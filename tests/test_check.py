@@ -277,7 +277,8 @@ def test_planted_errors_are_found(tmp_path):
          "pinned=cfg.overfit_batch), 0, cfg.steps,"),
         ("tests/check.py", "    for case in CASES:\n", '    for case in ["plain"]:\n'),
         ("tests/check.py", "[(case, {}) for case in CASES]", '[("plain", {})]'),
-        ("tests/check.py", "N_STEPS, SAVE_EVERY = 160, 40", "N_STEPS, SAVE_EVERY = 80, 10"))
+        ("tests/check.py", "n_layers=2, d_model=256,", "n_layers=1, d_model=64,"),
+        ("tests/check.py", "N_STEPS, SAVE_EVERY = 160, 40", "N_STEPS, SAVE_EVERY = 40, 10"))
     code, output, records = run_check(folder, "--only", "numbers/mixed-xla", "resume")
     assert code == 1, output
     found = {each["item"]: each for each in records}

@@ -207,8 +207,7 @@ def test_the_table_fits_the_terminal(tmp_path, monkeypatch, capsys):
 def test_csv_has_everything_uncut(tmp_path):
     """The CSV file has all fields that differ and each validation set at the best step.
 
-    Break: tests/compare.py: rows.append(row | reached | run["named"]) =>
-    rows.append(row | reached)
+    Break: tests/compare.py: rows.append(row | run["named"]) => rows.append(row)
     """
     long_name = "x" * 200
     write_run(tmp_path / long_name, rows_falling_to(1.5, **{"val_loss/code": 1.25}), seed=1,

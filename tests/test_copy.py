@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each file but train.py works when it is copied alone into an empty folder."""
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,36 +30,26 @@ for batch, waited_s in data.prefetch(lambda step: data.batch_at(train, step, 4),
 assert data.eval_batch_at(val, 0, 4)["tokens"].shape == (4, 8)
 """,
     "model": """
-import config, model, jax, jax.numpy as jnp, numpy as np
+import config, model, jax, jax.numpy as jnp
 cfg = config.derive_text(config.Config(
     d_model=16, n_layers=2, n_kv_heads=2, d_ff=32, vocab_size=11, qkv_bias=True, batch_size=2,
     dtype="float32"))
 batch = {"tokens": jnp.arange(10).reshape(2, 5), "labels": jnp.arange(1, 11).reshape(2, 5)}
-rng = np.random.default_rng(0)
-fill = {"normal": lambda std, shape: rng.normal(0, std, shape),
-        "constant": lambda value, shape: np.full(shape, value)}
-params = {name: jnp.float32(fill[row["init"][0]](row["init"][1], row["shape"]))
-          for name, row in model.param_table(cfg).items()}
 # Traced only: it takes 10 s to compile.
-born = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
-assert {k: x.shape for k, x in born.items()} == {k: x.shape for k, x in params.items()}
-logits = jax.jit(lambda p, b: model.forward(p, b, cfg))(params, batch)
-assert logits.shape == (2, 5, 11) and bool(jnp.isfinite(logits).all()) and float(logits.std()) > 0
-sums, counts = jax.jit(lambda p, b: model.loss_fn(p, b, cfg))(params, batch)
-logits = np.float64(logits).reshape(10, 11)
-losses = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(10), np.arange(1, 11)]
-assert float(counts["loss"]) == 10 and abs(float(sums["loss"]) - losses.sum()) < 1e-3
-length = jnp.full(2, 5)
+shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
 new = jax.eval_shape(lambda p: model.generate(
-    p, batch["tokens"], length, cfg, jax.random.key(0), 3), params)
+    p, batch["tokens"], jnp.full(2, 5), cfg, jax.random.key(0), 3), shapes)
 assert new.shape == (2, 3)
+params = {name: jnp.full(x.shape, 0.1) for name, x in shapes.items()}
+sums, counts = jax.jit(lambda p, b: model.loss_fn(p, b, cfg))(params, batch)
+assert float(counts["loss"]) == 10 and abs(sums["loss"] - 10 * jnp.log(11)) < 1e-3
 """,
     "step": """
 import config, step, jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 cfg = config.Config(
     dp=-1, fsdp=1, optimizer="adamw", weight_decay=0.0, clip_norm=0.0, lr=0.1, dtype="float32",
-    schedule="constant", warmup_steps=0.0, steps=200, grad_accum_steps=2)
+    schedule="constant", warmup_steps=0.0, steps=60, grad_accum_steps=2)
 def loss_fn(params, batch, cfg):
     off = batch["x"] * params["w"] + params["b"] - batch["y"]
     return {"objective": (off * off).sum()}, {"objective": jnp.float32(off.size)}
@@ -72,11 +63,8 @@ lowered = step.lower_steps(cfg, mesh, table, loss_fn, init, {"x": shape, "y": sh
 made = step.compile_steps(lowered)
 state = made["init"](jax.random.key(0))
 batch = jax.device_put({"x": x, "y": 3 * x - 2}, rows)
-losses = []
 for i in range(cfg.steps):
     state, metrics = made["train_step"](state, batch, step.lr_at(i, cfg))
-    losses.append(float(metrics["objective"]))
-assert losses[0] > 1 and losses[-1] < 0.01 * losses[0], (losses[0], losses[-1])
 assert int(state["step"]) == cfg.steps and abs(float(state["params"]["w"][0]) - 3) < 0.3
 """,
     "ckpt": """
@@ -120,20 +108,21 @@ SMALL_RUN = ("--steps 1 --d_model 32 --n_layers 1 --n_heads 2 --batch_size 4 --s
 
 @pytest.fixture
 def other_project(tmp_path):
-    """A folder with files that have the names of ours, a text, and copies of three recipes."""
+    """A folder with files that have the names of ours, a text, and copies of two recipes."""
     for name in ("config", "model", "step", "ckpt"):
         (tmp_path / f"{name}.py").write_text(f"NAME = {name!r}\n")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/__init__.py").write_text("NAME = 'data'\n")
     (tmp_path / "a.txt").write_text("to be, or not to be " * 99)
-    for recipe in ("digits", "dpo", "prune"):
+    for recipe in ("dpo", "prune"):
         shutil.copy(ROOT / f"tests/recipes/{recipe}.py", tmp_path)
     return tmp_path
 
 
 def run_there(folder, *args):
     """Run python with these arguments in a folder, with the project on PYTHONPATH."""
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    flags = re.sub(r"--xla_force_host\S+", "", os.environ["XLA_FLAGS"])
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
     return subprocess.run([sys.executable, *args], cwd=folder, env=env, capture_output=True,
                           text=True)
 
@@ -149,13 +138,11 @@ def test_a_recipe_copied_beside_files_of_our_names(other_project):
 
 
 @pytest.mark.slow
-def test_a_recipe_and_a_hook_run_beside_files_of_our_names(other_project):
-    """digits.py, and train.py as a module with the hook of prune.py, train in such a folder.
+def test_a_hook_runs_beside_files_of_our_names(other_project):
+    """train.py as a module, with the hook of prune.py, trains in such a folder.
 
     Break: tests/recipes/prune.py: from train import model => import model
     """
-    run = run_there(other_project, "digits.py", "--steps", "2", "--cache_dir=")
-    assert run.returncode == 0 and "all 2 steps are done" in run.stdout, run.stderr[-2000:]
     run = run_there(other_project, "-m", "train", *SMALL_RUN, "--hooks", "prune.py:prune")
     assert run.returncode == 0 and "all 1 steps are done" in run.stdout, run.stderr[-2000:]
 

@@ -168,12 +168,12 @@ def np_logits(params, tokens, cfg, router_stats=None, drop=lambda x, row, site: 
     return np.array(out)
 
 
-def np_sums(params, batch, cfg):
+def np_sums(params, batch, cfg, **how):
     """The sums of loss_fn: relative entropy to the smoothed target plus z-loss, and of experts
-    their losses; cross-entropy, squared log Z, hits; router statistics.
+    their losses; cross-entropy, squared log Z, hits; router statistics. how: as for np_logits.
     """
     routers = [None]
-    logits = np_logits(params, batch["tokens"], cfg, routers)
+    logits = np_logits(params, batch["tokens"], cfg, routers, **how)
     routers = np.array([list(r.values()) for r in routers[1:]])  # [B x layers, statistics, T]
     names = ("balance", "dropped", "router_z") if cfg.n_experts else ()
     sums = dict.fromkeys(("objective", "loss", "z", "acc", *names), 0.0)
@@ -203,8 +203,9 @@ def test_a_tie_of_n_tokens_counts_as_one_nth_of_a_hit():
 
     Break: model.py: acc_BT = (true_BT >= max_BT) / n_max_BT => acc_BT = true_BT >= max_BT
     """
-    params = random_params(BASE) | {"final_norm": np.zeros(BASE.d_model)}
-    sums, counts = model.loss_fn(as_f32(params), random_batch(BASE), BASE)
+    cfg = dataclasses.replace(BASE, n_layers=1)
+    params, batch = random_params(cfg) | {"final_norm": np.zeros(cfg.d_model)}, random_batch(cfg)
+    sums, counts = jax.jit(lambda p: model.loss_fn(p, batch, cfg))(as_f32(params))
     np.testing.assert_allclose(sums["acc"], counts["acc"] / BASE.vocab_size, rtol=1e-6)
 
 
@@ -240,17 +241,10 @@ def test_dropout_equals_numpy(variant):
         kept = jax.random.bernoulli(jax.random.fold_in(keys[b], site), 0.6, x.shape)
         return x / 0.6 * np.asarray(kept)
 
-    def np_loss(logits):
-        at = np.argwhere(batch["labels"] != -100)
-        return sum(np.log(np.exp(logits[b, t]).sum()) - logits[b, t, batch["labels"][b, t]]
-                   for b, t in at)
-
     loss = jax.jit(lambda p, keys: model.loss_fn(p, batch, cfg, keys)[0]["loss"])
-    tokens = batch["tokens"]
-    want = np_loss(np_logits(params, tokens, cfg, drop=drop))
-    assert loss(as_f32(params), keys) == pytest.approx(want, rel=1e-5)
-    want = np_loss(np_logits(params, tokens, cfg))
-    assert loss(as_f32(params), None) == pytest.approx(want, rel=1e-5)
+    for given, how in ((keys, {"drop": drop}), (None, {})):
+        want = np_sums(params, batch, cfg, **how)["loss"]
+        assert loss(as_f32(params), given) == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("change", [
@@ -281,8 +275,8 @@ def test_loss_sums_equal_numpy(change):
 
 
 @pytest.mark.parametrize("variant, tiles, terms", [
-    ("bias", 0, {}), ("no qk_norm, untied", 5, {}), ("crowded experts", 0, {}),
-    ("experts, low rank", 0, {}), ("bias", 5, {"z": 0.1, "loss": 0.3}),
+    ("no qk_norm, untied", 5, {}), ("crowded experts", 0, {}), ("experts, low rank", 0, {}),
+    ("bias", 5, {"z": 0.1, "loss": 0.3}),
 ])
 def test_gradients_equal_finite_differences(variant, tiles, terms):
     """Each parameter's gradient along a random direction is NumPy's central difference in float64,
@@ -462,49 +456,47 @@ def test_blocks_need_memory_linear_in_length():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh, remat", [((2, 1, 1, 2, 2), "named"), ((1, 1, 1, 2, 4), "full")])
-def test_blocks_over_a_mesh_keep_loss_and_gradient(mesh, remat, monkeypatch):
+def test_blocks_over_a_mesh_keep_loss_and_gradient(monkeypatch):
     """Packed rows by blocks, with heads over tp and sp and rows over the rest, give the loss and
     the gradient of the dense form on one device: to 1e-5 of the largest entry.
 
     Break: model.py: rows = P(BATCH_AXES) => rows = P()
     """
-    cfg = dataclasses.replace(BASE, n_heads=8, n_kv_heads=2, remat=remat, vocab_size=16, d_model=16,
-                              d_ff=16, head_dim=4, n_layers=1)
+    cfg = dataclasses.replace(BASE, n_heads=8, n_kv_heads=2, remat="named", vocab_size=16,
+                              d_model=16, d_ff=16, head_dim=4, n_layers=1)
     params, batch = as_f32(random_params(cfg)), random_batch(cfg, B=4, T=32)
     rng = np.random.default_rng(6)
     batch["segments"] = np.sort(rng.integers(0, 4, (4, 32)), axis=1).astype(np.int32)
     grad = jax.value_and_grad(partial(objective, batch=batch, cfg=cfg))
     want = jax.tree.leaves(jax.jit(grad)(params))
     monkeypatch.setattr(model, "DENSE_LEN", 0)
-    with mesh_of(*mesh):
+    with mesh_of(2, 1, 1, 2, 2):
         got = jax.tree.leaves(jax.jit(grad)(params))
     for a, b in zip(want, got, strict=True):
         np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * np.abs(a).max())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window, packed", [(0, True), (200, False)])
-def test_pallas_attention_equals_the_default(window, packed):
-    """JAX's splash kernel for TPUs, interpreted, over a mesh that splits heads and rows, give the
-    gradients of the default attention: to 1e-5 of the largest (float32).
+def test_pallas_attention_equals_the_default():
+    """JAX's splash kernel for TPUs, interpreted, over a mesh that splits heads and rows, with a
+    window and documents: gradients of the default attention to 1e-5 of the largest (float32).
 
     Break: model.py: q_scaled_BNTH = H**-0.5 * q_BNTH => q_scaled_BNTH = q_BNTH
     """
-    cfg = dataclasses.replace(BASE, sliding_window=window, head_dim=128)
+    cfg = dataclasses.replace(BASE, sliding_window=100, head_dim=128)
     rng, T = np.random.default_rng(3), 256
-    q_BNTH, k_BKTH, v_BKTH = (jnp.asarray(rng.normal(size=(2, heads, T, 128)), jnp.float32)
-                              for heads in (4, 2, 2))
-    segments_BT = jnp.cumsum(jnp.arange(T) % 100 == 0)[None].repeat(2, 0) if packed else None
+    inputs = [jnp.asarray(rng.normal(size=(2, heads, T, 128)), jnp.float32) for heads in (4, 2, 2)]
+    segments_BT = jnp.cumsum(jnp.arange(T) % 150 == 0)[None].repeat(2, 0)
+    attn_inputs = {"segments": segments_BT, "window": 100}
 
-    def sums(attend, q_BNTH, k_BKTH, v_BKTH):
-        attn_inputs = {"segments": segments_BT, "window": window}
-        return (attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg) ** 2).sum()
+    def grads(attend):
+        def total(*inputs):
+            return (attend(*inputs, attn_inputs, cfg) ** 2).sum()
+        return jax.jit(jax.grad(total, (0, 1, 2)))(*inputs)
 
-    default = jax.grad(sums, (1, 2, 3))(model._attend, q_BNTH, k_BKTH, v_BKTH)
+    default = grads(model._attend)
     with mesh_of(2, 1, 1, 2, 1), pltpu.force_tpu_interpret_mode():
-        fused = jax.jit(jax.grad(partial(sums, model._attend_pallas), (0, 1, 2)))(
-            q_BNTH, k_BKTH, v_BKTH)
+        fused = grads(model._attend_pallas)
     for a, b in zip(default, fused, strict=True):
         np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * np.abs(a).max())
 
@@ -519,55 +511,57 @@ def test_pallas_attention_equals_the_default(window, packed):
     (dict(dtype="bfloat16", attention="xla"), "cuda", "xla"),
     (dict(head_dim=128, document_mask=True), "tpu", "pallas"), (dict(head_dim=64), "tpu", "xla"),
     (dict(head_dim=128, seq_len=192), "tpu", "xla"),
+    (dict(dtype="bfloat16", attention="cudnn"), "cpu", None),
+    (dict(dtype="bfloat16", attention="cudnn", head_dim=12), "cuda", None),
+    (dict(attention="pallas", seq_len=128), "tpu", None),
 ])
 def test_attention_is_chosen_by_device_and_shape(change, platform, chosen):
-    """auto is cuDNN, or the kernel for TPUs, where device, dtype, head and length allow it. cuDNN
-    is not chosen with deterministic. A kernel that is named is chosen.
+    """auto is cuDNN, or the kernel for TPUs, where device, dtype, head and length allow it, and
+    without --deterministic. A named kernel is chosen, or an error where it cannot run.
 
     Break: model.py: and not cfg.deterministic and H % 8 => and H % 8
     """
     cfg = dataclasses.replace(BASE, **dict(head_dim=64) | change)
-    assert model.choose_attention(cfg, platform) == chosen
-
-
-@pytest.mark.parametrize("kernel, change, platform", [
-    ("cudnn", dict(dtype="bfloat16"), "cpu"), ("pallas", dict(seq_len=128), "tpu"),
-    ("cudnn", dict(dtype="bfloat16", head_dim=12), "cuda")])
-def test_a_kernel_that_cannot_be_had_is_an_error(kernel, change, platform):
-    """The error for a kernel that cannot run here has what it depends on.
-
-    Break: model.py: if not works[cfg.attention]: => if not works:
-    """
-    cfg = dataclasses.replace(BASE, **dict(head_dim=64, attention=kernel) | change)
-    with pytest.raises(ValueError, match=f"attention {kernel}: cannot run on .*; choose xla"):
+    if chosen:
+        assert model.choose_attention(cfg, platform) == chosen
+        return
+    with pytest.raises(ValueError, match=f"attention {cfg.attention}: cannot run .*; choose xla"):
         model.choose_attention(cfg, platform)
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(freeze=("layers.wx",)), "freeze 'layers.wx': matches no parameter; there are embed, "),
-    (dict(lora_rank=2, lora_targets=("layers.w_router",)),
-     "lora_targets 'layers.w_router': matches no parameter; there are layers.wq, "),
-])
-def test_patterns_without_a_match_are_errors(change, message):
-    """A pattern without a match is named.
+def test_patterns_choose_names():
+    """The last pattern that matches a name decides; "!" deselects; one without a match is an error
+    that has the names.
 
-    Break: model.py: if not found: => if not names:
+    Break: model.py: if pattern.startswith("!"): => if pattern == "!":
     """
-    cfg = dataclasses.replace(BASE, n_experts=2, **change)
-    with pytest.raises(ValueError) as error:
-        model.apply_param_groups(model.param_table(cfg), cfg, float)
-    assert str(error.value).startswith(message)
+    names = ("embed", "layers.wq", "layers.wq.lora_a", "layers.wk")
+    def choose(*patterns):
+        return model.matching("freeze", patterns, names)
+    assert choose() == set()
+    assert choose("layers.w?") == {"layers.wq", "layers.wk"}
+    assert choose("*", "!*.lora_?") == {"embed", "layers.wq", "layers.wk"}
+    assert choose("!embed", "*") == set(names)
+    for change, message in (
+            (dict(freeze=("layers.wx",)),
+             "freeze 'layers.wx': matches no parameter; there are embed, "),
+            (dict(lora_rank=2, lora_targets=("layers.w_router",)),
+             "lora_targets 'layers.w_router': matches no parameter; there are layers.wq, ")):
+        cfg = dataclasses.replace(BASE, n_experts=2, **change)
+        with pytest.raises(ValueError) as error:
+            model.apply_param_groups(model.param_table(cfg), cfg, float)
+        assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize("change", [{}, dict(sliding_window=3, logit_tiles=3)])
-def test_documents_packed_by_best_fit_equal_each_in_a_row_of_its_own(change):
+def test_documents_packed_by_best_fit_equal_each_in_a_row_of_its_own():
     """Loss sums and gradients of complete documents, packed by best fit, equal those of one
     document a row, padded on the left or the right: to 1e-5 of the largest (float32).
 
     Break: model.py: query_segments[:, :, None] == key_segments[:, None, :] =>
     query_segments[:, :, None] >= key_segments[:, None, :]
     """
-    cfg = dataclasses.replace(BASE, packing="best_fit", seq_len=12, **change)
+    cfg = dataclasses.replace(BASE, packing="best_fit", seq_len=12, sliding_window=5,
+                              logit_tiles=3)
     params, rng = as_f32(random_params(cfg)), np.random.default_rng(7)
     ends = np.cumsum([0, *rng.integers(3, 14, 9)])
     shard = {"name": "documents", "token_offset": 0,
@@ -618,61 +612,52 @@ def test_norms_softmax_router_and_loss_stay_in_float32():
     assert {str(x.dtype) for x in (logits, *sums.values(), *counts.values())} == {"float32"}
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_rotary_tables_have_one_row_if_all_rows_are_alike(packed):
+def test_rotary_tables_have_one_row_if_all_rows_are_alike():
     """The program of the loss draws angles for one row of positions, and for each row where a batch
     has positions of its own.
 
     Break: model.py: batch["positions"] if "positions" in batch else jnp.arange(T)[None] =>
     batch.get("positions", jnp.broadcast_to(jnp.arange(T), (B, T)))
     """
-    cfg = BASE
-    batch = random_batch(cfg, B=3, T=9)
-    if packed:
+    batch = random_batch(BASE, B=3, T=9)
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), BASE))
+    for n_rows in (1, 3):
+        lowered = jax.jit(partial(model.loss_fn, cfg=BASE)).lower(params, batch)
+        shapes = re.findall(r"stablehlo.cosine %\S+ : tensor<(\S+)xf32>", lowered.as_text())
+        assert shapes == [f"{n_rows}x1x9x{BASE.head_dim // 2}"]
         batch["positions"] = np.arange(27, dtype=np.int32).reshape(3, 9) % 5
-    lowered = jax.jit(lambda params: model.loss_fn(params, batch, cfg)).lower(draw(cfg))
-    shapes = re.findall(r"stablehlo.cosine %\S+ : tensor<(\S+)xf32>", lowered.as_text())
-    assert shapes == [f"{3 if packed else 1}x1x9x{cfg.head_dim // 2}"]
 
 
-def test_tiles_of_logits_follow_the_part_of_a_device():
-    """On 8 devices an eighth of all logits counts, and tiles divide the part of a sequence over sp.
-    A tile has at least as many tokens as the model is wide: each reads and writes the head's
-    gradient.
-
-    Break: model.py: max_bytes = max(max_bytes, 4 * V * D / _axis_size("tp")) =>
-    max_bytes = max_bytes
-    """
-    cfg = dataclasses.replace(BASE, vocab_size=2**16, dtype="mixed")
-    assert model.count_tiles(16, 768, dataclasses.replace(cfg, d_model=4096)) == 3
-    n_bytes = 4 * 16 * 768 * 2**16
-    assert model.count_tiles(16, 768, cfg) == n_bytes // model.LOGIT_BYTES["other"] == 12
-    assert model.count_tiles(16, 770, cfg) == 14
-    with mesh_of(1, 2, 1, 2, 2):
-        assert model.count_tiles(16, 768, cfg) == 2
-        assert model.count_tiles(16 * 4096, 6, cfg) == 3
-        assert model.count_tiles(16, 768, dataclasses.replace(cfg, logit_tiles=5)) == 5
-
-
-def planned_mesh(platform):
-    """A mesh of one device of this platform, which this machine lacks."""
+def on_platform(platform):
+    """A context of a mesh of one device of this platform, which this machine lacks."""
     device = types.ModuleType("device")  # it can be hashed, as a mesh needs
     vars(device).update(id=0, platform=platform, device_kind="abacus", process_index=0)
-    devices = np.array([device]).reshape((1,) * 5)
-    auto = (jax.sharding.AxisType.Auto,) * 5
-    return jax.sharding.Mesh(devices, config.AXES, axis_types=auto).abstract_mesh
+    mesh = jax.sharding.Mesh(np.array([device]).reshape((1,) * 5), config.AXES,
+                             axis_types=(jax.sharding.AxisType.Auto,) * 5)
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def test_tiles_of_logits_are_larger_on_gpus():
-    """GPT-2's preset has 64 tiles a microbatch on a CPU or TPU, and 8 on a GPU; in float32 half.
+def test_tiles_of_logits_follow_device_and_mesh():
+    """GPT-2's preset has 64 tiles a microbatch on a CPU or TPU, and 8 on a GPU; in float32 half. On
+    8 devices an eighth of all logits counts, and tiles divide the part of a sequence over sp. A
+    tile has at least as many tokens as the model is wide: each reads and writes the head's
+    gradient.
 
     Break: model.py: LOGIT_BYTES = {"gpu": 2**31 => LOGIT_BYTES = {"gpu": 2**28
     """
     cfg = config.parse(["--config", "gpt2-124m", "--dtype", "bfloat16"])
     for platform, n_tiles in (("gpu", 8), ("tpu", 64), ("cpu", 64)):
-        with jax.sharding.use_abstract_mesh(planned_mesh(platform)):
+        with on_platform(platform):
             assert model.count_tiles(60, 1024, cfg) == n_tiles, platform
     assert model.count_tiles(60, 1024, dataclasses.replace(cfg, dtype="float32")) == 32
+    cfg = dataclasses.replace(BASE, vocab_size=2**16, dtype="mixed")
+    assert model.count_tiles(16, 768, dataclasses.replace(cfg, d_model=4096)) == 3
+    assert model.count_tiles(16, 768, cfg) == 4 * 16 * 768 * 2**16 // model.LOGIT_BYTES["other"]
+    assert (model.count_tiles(16, 768, cfg), model.count_tiles(16, 770, cfg)) == (12, 14)
+    with mesh_of(1, 2, 1, 2, 2):
+        assert model.count_tiles(16, 768, cfg) == 2
+        assert model.count_tiles(16 * 4096, 6, cfg) == 3
+        assert model.count_tiles(16, 768, dataclasses.replace(cfg, logit_tiles=5)) == 5
 
 
 @pytest.mark.parametrize("platform, dtype, narrow", [
@@ -685,7 +670,7 @@ def test_logits_of_the_loss_are_rounded_on_gpus(platform, dtype, narrow):
     """
     cfg = dataclasses.replace(BASE, dtype=dtype)
     x_BTD = jnp.ones((2, 8, 12), dtype)
-    with jax.sharding.use_abstract_mesh(planned_mesh(platform)):
+    with on_platform(platform):
         traced = jax.make_jaxpr(partial(model._loss_sums, cfg=cfg))(
             jnp.ones((12, 17), dtype), x_BTD, jnp.ones((2, 8), jnp.int32), jnp.ones((2, 8)))
     dtypes = {name: dtype for dtype, name in re.findall(
@@ -701,7 +686,7 @@ def test_layers_are_unrolled_by_platform():
     """
     def n_unrolled(platform, n_layers):
         cfg = dataclasses.replace(BASE, n_layers=n_layers)
-        with jax.sharding.use_abstract_mesh(planned_mesh(platform)):
+        with on_platform(platform):
             traced = jax.make_jaxpr(lambda x, w: model._scan_layers(
                 lambda x, w: (x + w, None), x, w, cfg))(jnp.ones(()), jnp.ones(n_layers))
         return traced.eqns[0].params["unroll"]
@@ -711,127 +696,76 @@ def test_layers_are_unrolled_by_platform():
         assert [n_unrolled(platform, n) for n in (12, 13)] == [12, 1]
 
 
-def test_the_gradient_of_logits_is_rounded_where_operands_are():
-    """Logits of bfloat16 operands are float32, exact to 1e-6 of the largest; the gradients are
-    float64's of dy rounded to bfloat16, rounded once more (2**-8 of each). In float32 nothing is
-    rounded.
-
-    Break: model.py: jax.vjp(jnp.dot, x, w)[1](dy.astype(x.dtype)) =>
-    jax.vjp(jnp.dot, x, w)[1]((2 * dy).astype(x.dtype))
-    """
-    rng = np.random.default_rng(4)
-    x, w, dy = (rng.normal(size=shape) for shape in ((48, 64), (64, 32), (48, 32)))
-    for dtype, error in (("float32", 0), ("bfloat16", 2**-8)):
-        x, w = (a.astype(jnp.bfloat16).astype(np.float64) for a in (x, w))
-        y, vjp = jax.vjp(jax.jit(model._matmul_f32), *(jnp.asarray(a, dtype) for a in (x, w)))
-        assert y.dtype == np.float32
-        np.testing.assert_allclose(y, x @ w, rtol=0, atol=1e-6 * np.abs(x @ w).max())
-        rounded = np.asarray(jnp.asarray(dy, dtype), np.float64)
-        for got, want in zip(vjp(jnp.float32(dy)), (rounded @ w.T, x.T @ rounded), strict=True):
-            assert got.dtype == dtype
-            np.testing.assert_allclose(np.float64(got), want, rtol=error,
-                                       atol=1e-6 * np.abs(want).max())
-
-
-@pytest.mark.parametrize("batch, M, D, F", [((), 48, 64, 32), ((2, 3), 48, 32, 64)])
-def test_mixed_products_round_their_operands_alone(batch, M, D, F):
-    """A mixed product and its two gradients are float64's of operands rounded to bfloat16: to 1e-6
-    of the largest (float32 sums of up to 64 terms). The smaller of x and dy is either.
+@pytest.mark.parametrize("product, dtype, batch, M, D, F", [
+    ("_matmul_f32", "float32", (), 48, 64, 32), ("_matmul_f32", "bfloat16", (), 48, 64, 32),
+    ("_matmul_mixed", "float32", (), 48, 64, 32), ("_matmul_mixed", "float32", (2, 3), 48, 32, 64)])
+def test_products_round_their_operands_alone(product, dtype, batch, M, D, F):
+    """A product is float32, and it and its gradients are float64's of rounded operands, to 1e-6 of
+    the largest: _matmul_f32 rounds dy as x is, _matmul_mixed x, w and dy to bfloat16. A gradient in
+    bfloat16 is rounded once more (2**-8 of each). The smaller of x and dy is either.
 
     Break: model.py: dy.astype(jnp.bfloat16) => dy
     """
     rng = np.random.default_rng(4)
-    x, w, dy = (rng.normal(size=(*batch, *shape)).astype(np.float32)
-                for shape in ((M, D), (D, F), (M, F)))
-    y, vjp = jax.vjp(jax.jit(model._matmul_mixed), x, w)
-    x, w, dy_rounded = (a.astype(jnp.bfloat16).astype(np.float64) for a in (x, w, dy))
-    wanted = x @ w, dy_rounded @ np.swapaxes(w, -1, -2), np.swapaxes(x, -1, -2) @ dy_rounded
-    for got, want in zip((y, *vjp(dy)), wanted, strict=True):
-        assert got.dtype == np.float32
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
+    x, w, dy = (rng.normal(size=(*batch, *shape)) for shape in ((M, D), (D, F), (M, F)))
+    if dtype == "bfloat16":
+        x, w = (a.astype(jnp.bfloat16).astype(np.float64) for a in (x, w))
+    y, vjp = jax.vjp(jax.jit(getattr(model, product)), jnp.asarray(x, dtype), jnp.asarray(w, dtype))
+    grads = vjp(jnp.float32(dy))
+    rounding = "bfloat16" if product == "_matmul_mixed" else dtype
+    x, w, dy = (a.astype(np.float32).astype(rounding).astype(np.float64) for a in (x, w, dy))
+    wanted = x @ w, dy @ np.swapaxes(w, -1, -2), np.swapaxes(x, -1, -2) @ dy
+    assert y.dtype == np.float32 and {g.dtype.name for g in grads} == {dtype}
+    for got, want in zip((y, *grads), wanted, strict=True):
+        error = 2**-8 if got.dtype == jnp.bfloat16 else 0
+        np.testing.assert_allclose(np.float64(got), want, rtol=error,
+                                   atol=1e-6 * np.abs(want).max())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dense_len", [model.DENSE_LEN, 0])
-def test_mixed_is_float32_but_for_its_products(monkeypatch, dense_len):
+def test_mixed_is_float32_but_for_its_products(monkeypatch):
     """From fresh parameters, loss (1%) and gradients (4% of each one's norm; under bfloat16 up to
-    7.5%) under mixed are near float32's and not the same; gradients are float32, and no product has
-    an operand that is. With attention by halves and by blocks.
+    7.5%) under mixed are near float32's and not the same; gradients are float32. No product has an
+    operand that is, with attention by halves or by blocks.
 
     Break: model.py: if cfg.dtype != "mixed": => if True:
     """
-    monkeypatch.setattr(model, "DENSE_LEN", dense_len)
-    params, batch = model.init(jax.random.key(0), BASE), random_batch(BASE)
-    grad = jax.jit(jax.value_and_grad(objective), static_argnums=2)
+    params, batch = draw(BASE), random_batch(BASE)
     mixed_cfg = dataclasses.replace(BASE, dtype="mixed")
-    loss, grads = grad(params, batch, BASE)
-    mixed_loss, mixed = grad(params, batch, mixed_cfg)
+    (loss, grads), (mixed_loss, mixed) = (
+        jax.jit(jax.value_and_grad(partial(objective, batch=batch, cfg=cfg)))(params)
+        for cfg in (BASE, mixed_cfg))
     assert 0 < abs(mixed_loss - loss) < 0.01 * loss
     for name, g in grads.items():
         assert mixed[name].dtype == jnp.float32
         assert 0 < jnp.linalg.norm(mixed[name] - g) < 0.04 * jnp.linalg.norm(g), name
-    lowered = grad.lower(params, batch, mixed_cfg).as_text()
-    products = re.findall(r"stablehlo.dot_general.* : \((tensor.*)\) ->", lowered)
-    assert len(products) >= 3 * (7 + 1) + 7, products  # of weights, logits, blocks
-    assert all(product.count("xbf16>") == 2 for product in products), products
+    for dense_len in (model.DENSE_LEN, 0):
+        monkeypatch.setattr(model, "DENSE_LEN", dense_len)
+        grad = jax.grad(partial(objective, batch=batch, cfg=mixed_cfg))
+        lowered = jax.jit(grad).lower(params).as_text()
+        products = re.findall(r"stablehlo.dot_general.* : \((tensor.*)\) ->", lowered)
+        assert len(products) >= 3 * (7 + 1) + 7, products  # of weights, logits, blocks
+        assert all(product.count("xbf16>") == 2 for product in products), products
 
 
-@pytest.mark.parametrize("window", [0, 2])
-def test_no_token_sees_the_future(window):
-    """Another token at t changes the logits at t and none before, bit for bit; nor beyond layers x
-    (window - 1) after.
-
-    Break: model.py: mask = distance >= 0 => mask = distance >= -1
-    """
-    cfg = dataclasses.replace(BASE, sliding_window=window)
-    params, tokens = as_f32(random_params(cfg)), random_batch(cfg)["tokens"]
-    logits = jax.jit(lambda x: model.forward(params, {"tokens": x}, cfg))
-    before = np.asarray(logits(tokens))
-    for t in range(tokens.shape[1]):
-        changed = tokens.copy()
-        changed[:, t] = (tokens[:, t] + 1) % cfg.vocab_size
-        after = np.asarray(logits(changed))
-        last = t + cfg.n_layers * (window - 1) if window else tokens.shape[1]
-        assert (after[:, :t] == before[:, :t]).all()
-        assert (after[:, t] != before[:, t]).any()
-        assert (after[:, last + 1:] == before[:, last + 1:]).all()
-
-
-@pytest.mark.parametrize("variant", ["bias", "window", "crowded experts", "low rank"])
+@pytest.mark.parametrize("variant", ["bias", "window", "crowded experts"])
 def test_greedy_generation_is_the_argmax_of_full_forwards(variant):
-    """Tokens from the cache are those of a full forward per token, exactly: ties have no chance
-    among random logits.
+    """Tokens from the cache, after prompts of 1, 4 and 6 tokens over any padding, are those of a
+    full forward per token, exactly: ties have no chance among random logits.
 
     Break: model.py: "positions": (lengths_B + i)[:, None] =>
     "positions": (lengths_B + i + 1)[:, None]
     """
     cfg = dataclasses.replace(BASE, temperature=0.0, **VARIANTS[variant])
-    params, tokens = as_f32(random_params(cfg)), random_batch(cfg, T=4)["tokens"]
-    got, text = model.generate(params, tokens, jnp.full(3, 4), cfg, jax.random.key(0), 6), tokens
+    params, prompts = as_f32(random_params(cfg)), random_batch(cfg, T=6)["tokens"]
+    rows, lengths = np.arange(3), np.array([1, 4, 6])
+    got = model.generate(params, prompts, jnp.asarray(lengths), cfg, jax.random.key(0), 6)
     roomy = dataclasses.replace(cfg, capacity_factor=0.0)  # no choice is dropped in generation
     full = jax.jit(lambda x: model.forward(params, {"tokens": x}, roomy))
-    for t in range(4, 10):
-        # One shape, one compilation: causality hides the padding.
-        padded = np.pad(text, ((0, 0), (0, 10 - t)))
-        likeliest = np.asarray(full(padded))[:, t - 1].argmax(-1)
-        text = np.concatenate([text, likeliest[:, None]], axis=1)
-    np.testing.assert_array_equal(got, text[:, 4:])
-
-
-@pytest.mark.slow
-def test_ragged_prompts_generate_as_alone():
-    """Prompts of 1, 4 and 6 tokens continue in a batch, over any padding, exactly as each does
-    alone.
-
-    Break: model.py: lengths_B[:, None, None] - 1 => 0 * lengths_B[:, None, None] + T - 1
-    """
-    cfg = dataclasses.replace(BASE, temperature=0.0)
-    params, tokens = as_f32(random_params(cfg)), random_batch(cfg, T=6)["tokens"]
-    lengths = (1, 4, 6)
-    together = model.generate(params, tokens, jnp.array(lengths), cfg, jax.random.key(0), 5)
-    for row, n, got in zip(tokens, lengths, together, strict=True):
-        alone = model.generate(params, row[None, :n], jnp.array([n]), cfg, jax.random.key(0), 5)
-        np.testing.assert_array_equal(got, alone[0])
+    text = np.pad(prompts, ((0, 0), (0, 6)))  # one shape: causality hides the padding
+    for i in range(6):
+        text[rows, lengths + i] = np.asarray(full(text))[rows, lengths + i - 1].argmax(-1)
+    np.testing.assert_array_equal(got, [row[n:n + 6] for row, n in zip(text, lengths)])
 
 
 def test_generation_compiles_once(monkeypatch):
@@ -966,6 +900,18 @@ def test_flops_equal_a_hand_count():
         assert abs(flops - 6 * weights - per_key * seen) <= per_key * 0.5 + 1e-6
 
 
+def count(jaxpr, name):
+    """Calls of a primitive whose results are used, in a jaxpr and all that it calls; loop bodies
+    once.
+    """
+    n = 0
+    for eqn in jaxpr.eqns:
+        if any("DropVar" not in type(v).__name__ for v in eqn.outvars):
+            n += eqn.primitive.name == name
+            n += sum(count(j, name) for j in jax.extend.core.jaxprs_in_params(eqn.params))
+    return n
+
+
 @pytest.mark.parametrize("remat", model.REMAT)
 def test_remat_recomputes_the_products_that_it_says(remat):
     """The traced gradient has as many products more than under none as it says here (XLA's
@@ -981,19 +927,9 @@ def test_remat_recomputes_the_products_that_it_says(remat):
 
     got = traced(dataclasses.replace(cfg, remat=remat))
     products = {"none": 0, "full": 10, "dots": 4, "named": 5, "offload": 10}
-    added = count_products(got.jaxpr) - count_products(traced(cfg).jaxpr)
+    added = count(got.jaxpr, "dot_general") - count(traced(cfg).jaxpr, "dot_general")
     assert added == products.get(remat, added)
     assert ("<host>" in str(got)) == (remat == "offload")
-
-
-def kernel_calls(jaxpr, name):
-    """Calls of a primitive whose results are used, in a jaxpr and all that it calls."""
-    n = 0
-    for eqn in jaxpr.eqns:
-        if any("DropVar" not in type(v).__name__ for v in eqn.outvars):
-            n += eqn.primitive.name == name
-            n += sum(kernel_calls(j, name) for j in jax.extend.core.jaxprs_in_params(eqn.params))
-    return n
 
 
 @pytest.mark.parametrize("remat", ["named", "full"])
@@ -1012,15 +948,16 @@ def test_named_remat_runs_fused_attention_once(attention, kernel, backward, rema
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
     ids = jax.ShapeDtypeStruct((2, 128), jnp.int32)
     grad = jax.grad(lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, cfg)[0]["objective"])
-    again = kernel_calls(jax.make_jaxpr(grad)(params, ids).jaxpr, kernel) - backward - 1
+    again = count(jax.make_jaxpr(grad)(params, ids).jaxpr, kernel) - backward - 1
     assert again == (remat == "full")
 
 
 def test_tiles_change_nothing_but_rounding():
     """Sums with and without a gradient, and the gradient scaled by a factor: to 1e-5 of the dense
-    form's largest entry; counts exactly.
+    form's largest entry; counts exactly. The gradient of the objective alone traces as many
+    products.
 
-    Break: model.py: scale = used.get("objective", jnp.float32(0)) => scale = jnp.float32(1)
+    Break: model.py: if used.keys() - {"objective"} or => if used or
     """
     cfg = dataclasses.replace(BASE, label_smoothing=0.1, z_loss=0.01)
     params, batch = as_f32(random_params(cfg)), random_batch(cfg, B=3, T=6)
@@ -1035,28 +972,11 @@ def test_tiles_change_nothing_but_rounding():
                     for tiles in (1, 3))
     for want, got in zip(dense, tiled, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
-
-
-def count_products(jaxpr):
-    """dot_general of a jaxpr and of all that it calls, loop bodies once."""
-    inner = [j for eqn in jaxpr.eqns for j in jax.extend.core.jaxprs_in_params(eqn.params)]
-    return (sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
-            + sum(map(count_products, inner)))
-
-
-def test_the_objective_alone_computes_no_tile_twice():
-    """Its gradient in tiles traces as many products as without them.
-
-    Break: model.py: if used.keys() - {"objective"} or => if used or
-    """
-    params, batch = as_f32(random_params(BASE)), random_batch(BASE, T=8)
-
-    def products(n_tiles):
-        cfg = dataclasses.replace(BASE, logit_tiles=n_tiles)
-        grad = jax.grad(partial(objective, batch=batch, cfg=cfg))
-        return count_products(jax.make_jaxpr(grad)(params).jaxpr)
-
-    assert products(4) == products(1)
+    n_products = set()
+    for tiles in (1, 3):
+        loss = partial(objective, batch=batch, cfg=dataclasses.replace(cfg, logit_tiles=tiles))
+        n_products.add(count(jax.make_jaxpr(jax.grad(loss))(params).jaxpr, "dot_general"))
+    assert len(n_products) == 1
 
 
 @pytest.mark.slow
@@ -1074,36 +994,39 @@ def test_tiles_keep_all_logits_from_existing():
         tiled = partial(objective, cfg=dataclasses.replace(cfg, logit_tiles=n))
         return temporaries(jax.grad(tiled), params, {"tokens": ids, "labels": ids})
 
-    assert bytes_of(32) < bytes_of(8) / 2 < bytes_of(1) / 6
+    assert bytes_of(32) < bytes_of(1) / 12
     assert bytes_of(0, T=1024) < 6 * model.LOGIT_BYTES["other"] < 4 * 8 * 1024 * 50304
 
 
 @pytest.mark.slow
 def test_mlp_tiles_keep_the_gradient_and_need_less_memory():
-    """The MLP in 2 and in 8 tiles gives loss and gradient of one to 1e-5 of the largest entry, and
-    each needs less memory in the compiled program than the one before, 8 less than half of one.
+    """The MLP in 8 tiles gives loss and gradient of one to 1e-5 of the largest entry, and needs
+    less than half of its memory in the compiled program.
 
     Break: model.py: jax.lax.map(jax.checkpoint(tile_mlp), => jax.lax.map(tile_mlp,
     """
     base = dataclasses.replace(BASE, d_ff=768, remat="full", logit_tiles=8)
     params, n_bytes, results = as_f32(random_params(base)), [], []
     batch = random_batch(base, B=4, T=64)
-    for n in (1, 2, 8):
-        cfg = dataclasses.replace(base, mlp_tiles=n)
-        loss = partial(objective, batch=batch, cfg=cfg)
+    for n in (1, 8):
+        loss = partial(objective, batch=batch, cfg=dataclasses.replace(base, mlp_tiles=n))
         compiled = jax.jit(jax.value_and_grad(loss)).lower(params).compile()
         n_bytes.append(compiled.memory_analysis().temp_size_in_bytes)
         results.append(jax.tree.leaves(compiled(params)))
-    for want, *others in zip(*results, strict=True):
-        for got in others:
-            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
-    assert n_bytes[0] > n_bytes[1] > n_bytes[2] < n_bytes[0] / 2, n_bytes
+    for want, got in zip(*results, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    assert n_bytes[1] < n_bytes[0] / 2, n_bytes
+
+
+def usual_batch(cfg, B):
+    """Rows of 256 tokens, of which nine of ten are the same."""
+    batch = random_batch(cfg, B=B, T=256)
+    usual = np.random.default_rng(5).random(batch["tokens"].shape) < 0.9
+    return {name: np.where(usual, 3, x) for name, x in batch.items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, param_dtype", [
-    ("float16", "float32"), ("bfloat16", "bfloat16")])
-def test_gradients_of_many_positions_are_added_up_in_float32(dtype, param_dtype):
+def test_gradients_of_many_positions_are_added_up_in_float32():
     """With 8,192 tokens, nine of ten the same, the gradients of the embedding and of biases in 16
     bits are float32's to 2% of their norm (0.6% found); added up in bfloat16 they are half off.
 
@@ -1111,18 +1034,16 @@ def test_gradients_of_many_positions_are_added_up_in_float32(dtype, param_dtype)
     dtype = x.dtype if name in F32_PARAMS
     """
     base = dataclasses.replace(MORE, n_layers=1, qk_norm=False)
-    batch = random_batch(base, B=32, T=256)
-    usual = np.random.default_rng(5).random(batch["tokens"].shape) < 0.9
-    batch["tokens"] = np.where(usual, 3, batch["tokens"])
-    grads = {}
-    params = {name: x.astype(param_dtype) for name, x in draw(base).items()}
-    for name, wide in (("float32", "float32"), (dtype, param_dtype)):
-        cfg = dataclasses.replace(base, dtype=name, param_dtype=wide)
+    labels = random_batch(base, B=32, T=256)["labels"]
+    batch, grads = usual_batch(base, 32) | {"labels": labels}, {}
+    for dtype, wide in (("float32", "float32"), ("float16", "float32"), ("bfloat16", "bfloat16")):
+        cfg = dataclasses.replace(base, dtype=dtype, param_dtype=wide)
         mean = partial(lambda cfg, p: objective(p, batch, cfg) / 8192, cfg)
-        grads[name] = jax.jit(jax.grad(mean))({k: x.astype(wide) for k, x in params.items()})
-    for name in ("embed", "layers.bv"):
-        want, got = (grads[each][name].astype("float32") for each in ("float32", dtype))
-        assert jnp.linalg.norm(got - want) < 0.02 * jnp.linalg.norm(want), name
+        grads[dtype] = jax.jit(jax.grad(mean))({k: x.astype(wide) for k, x in draw(base).items()})
+    for dtype in ("float16", "bfloat16"):
+        for name in ("embed", "layers.bv"):
+            want, got = (grads[each][name].astype("float32") for each in ("float32", dtype))
+            assert jnp.linalg.norm(got - want) < 0.02 * jnp.linalg.norm(want), (dtype, name)
 
 
 @pytest.mark.slow
@@ -1133,9 +1054,7 @@ def test_mlp_tiles_in_bfloat16_over_devices():
     Break: model.py: _shard(x, *axes).astype(jnp.float32) => _shard(x, *axes)
     """
     base = dataclasses.replace(BASE, n_layers=1, dtype="bfloat16", d_ff=32)
-    batch, grads = random_batch(base, B=8, T=256), []
-    usual = np.random.default_rng(5).random(batch["tokens"].shape) < 0.9
-    batch = {name: np.where(usual, i, batch[name]) for i, name in ((3, "tokens"), (5, "labels"))}
+    batch, grads = usual_batch(base, 8), []
     with mesh_of(1, 8, 1, 1, 1):
         for n in (1, 128):
             cfg = dataclasses.replace(base, mlp_tiles=n)
@@ -1147,15 +1066,15 @@ def test_mlp_tiles_in_bfloat16_over_devices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [{}, dict(lora_rank=2, lora_targets=("layers.w*",))])
-def test_mlp_tiles_are_split_over_tp(change):
+def test_mlp_tiles_are_split_over_tp():
     """Over tp 4 the tiles give the gradients of one device to 1e-5 of the largest entry, LoRA's
     too, and each device computes at most half as much as one alone.
 
     Break: model.py: axis if axis == "tp" else None for => None for
     """
     cfg = config.derive_text(dataclasses.replace(
-        BASE, n_layers=1, n_heads=4, n_kv_heads=4, d_ff=256, mlp_tiles=4, **change))
+        BASE, n_layers=1, n_heads=4, n_kv_heads=4, d_ff=256, mlp_tiles=4, lora_rank=2,
+        lora_targets=("layers.w*",)))
     params, batch, flops, grads = random_params(cfg), random_batch(cfg, B=4, T=64), [], []
     gradient = jax.grad(partial(objective, batch=batch, cfg=cfg))
     for tp in (1, 4):
@@ -1178,13 +1097,16 @@ def test_a_small_loss_scale_rescues_tiles_in_float16():
     """
     base = dataclasses.replace(BASE, n_layers=1, d_model=8, n_heads=2, n_kv_heads=2, head_dim=4,
                                d_ff=8, logit_tiles=8, attention="xla")
-    params, grads = draw(base), {}
     batch = dict.fromkeys(("tokens", "labels"), np.full((512, 128), 3, np.int32))
-    for dtype, scale in (("float32", 1.0), ("float16", 2.0**-6), ("float16", 1.0)):
+
+    params = draw(base)
+
+    @partial(jax.jit, static_argnums=0)
+    def grad(dtype, scale):
         cfg = dataclasses.replace(base, dtype=dtype)
-        scaled = partial(lambda cfg, scale, p: scale * objective(p, batch, cfg), cfg, scale)
-        grads[dtype, scale] = jax.jit(jax.grad(scaled))(params)["embed"] / scale
-    want, got, over = grads.values()
+        return jax.grad(lambda p: scale * objective(p, batch, cfg))(params)["embed"] / scale
+
+    want, got, over = grad("float32", 1.0), grad("float16", 2.0**-6), grad("float16", 1.0)
     assert jnp.linalg.norm(got - want) < 0.02 * jnp.linalg.norm(want)
     assert not jnp.isfinite(over).all()
 
@@ -1210,8 +1132,8 @@ def test_a_sequence_of_one_token():
     """
     batch = {k: v[:, :1] for k, v in random_batch(BASE).items()}
     batch["labels"] = batch["tokens"]
-    losses = [model.loss_fn(draw(BASE), batch, dataclasses.replace(BASE, dtype=dtype))[0]["loss"]
-              for dtype in ("float32", "mixed")]
+    cfgs = [dataclasses.replace(BASE, n_layers=1, dtype=dtype) for dtype in ("float32", "mixed")]
+    losses = [jax.jit(partial(objective, cfg=cfg))(draw(cfgs[0]), batch) for cfg in cfgs]
     np.testing.assert_allclose(*losses, rtol=0.01)
 
 
@@ -1221,8 +1143,9 @@ def test_padding_takes_no_expert():
 
     Break: model.py: if segments_BT is not None: => if False:
     """
-    cfg = dataclasses.replace(BASE, n_experts=4, capacity_factor=1.0)
+    cfg = dataclasses.replace(BASE, n_layers=1, n_experts=4, capacity_factor=1.0)
     words, found = np.arange(1, 5, dtype=np.int32), []
+    loss_fn = jax.jit(partial(model.loss_fn, cfg=cfg))
     for first in (0, 12):
         tokens, segments, positions = np.zeros((3, 1, 16), np.int32)
         labels = np.full((1, 16), -100, np.int32)
@@ -1230,24 +1153,10 @@ def test_padding_takes_no_expert():
         tokens[0, here], segments[0, here], positions[0, here] = words, 1, np.arange(4)
         labels[0, here] = words + 1
         batch = dict(tokens=tokens, labels=labels, segments=segments, positions=positions)
-        sums, counts = model.loss_fn(as_f32(random_params(cfg)), batch, cfg)
+        sums, counts = loss_fn(as_f32(random_params(cfg)), batch)
         found.append([float(sums[x] / counts[x]) for x in ("loss", "balance", "dropped")])
     np.testing.assert_allclose(*found, rtol=1e-5)
     assert found[0][2] == 0
-
-
-def test_patterns_choose_names():
-    """The last pattern that matches a name decides; "!" deselects.
-
-    Break: model.py: if pattern.startswith("!"): => if pattern == "!":
-    """
-    names = ("embed", "layers.wq", "layers.wq.lora_a", "layers.wk")
-    def choose(*patterns):
-        return model.matching("freeze", patterns, names)
-    assert choose() == set()
-    assert choose("layers.w?") == {"layers.wq", "layers.wk"}
-    assert choose("*", "!*.lora_?") == {"embed", "layers.wq", "layers.wk"}
-    assert choose("!embed", "*") == set(names)
 
 
 def test_init_follows_the_table():
@@ -1289,17 +1198,3 @@ def test_init_draws_any_table():
     np.testing.assert_array_equal(params["b"], np.full(7, 2.0, np.float32))
     name_key = jax.random.fold_in(jax.random.key(3), ord("w") + 31 * ord("x"))
     np.testing.assert_array_equal(params["wx"], 0.5 * jax.random.normal(name_key, (300, 40)))
-
-
-def test_init_of_a_parameter_depends_on_no_other():
-    """Biases and an unembedding more leave every other parameter as it was, bit for bit; no two
-    draw the same numbers.
-
-    Break: model.py: name_hash = sum( => name_hash = len(param_table(cfg)) + sum(
-    """
-    few, many = draw(BASE), draw(MORE)
-    assert len(many) == len(few) + 4
-    for name in few:
-        np.testing.assert_array_equal(few[name], many[name], err_msg=name)
-    assert not np.allclose(few["layers.wk"], few["layers.wv"])
-    assert not np.allclose(few["layers.w_gate"], few["layers.w_up"])
