@@ -248,7 +248,7 @@ class Config:
     # ---- intervals
 
     track: tuple[str, ...] = ()  # metric trackers besides metrics.jsonl: wandb, tensorboard
-    log_every: NonNegInt = 10  # steps between rows of metrics.jsonl; 0: no rows
+    log_every: NonNegInt = 10  # steps between rows of metrics.jsonl, at most all; 0: no rows
     # interval between evaluations: 250 (steps), 1epoch, 10m, 1window (of data that comes later), or
     # several as 250,1h; 0: only at the end
     eval_every: Interval = 250
@@ -277,16 +277,13 @@ class Config:
     # glob patterns of parameters whose histograms and gradient norms are logged
     watch: tuple[str, ...] = ()
     profile: str = ""  # steps first:last to trace into out_dir/profile, as 20:22; empty: none
-    # print the log lines of every process, not only of process 0, and write the profile of each
-    log_all_processes: bool = False
 
     # ---- sampling
 
-    prompt: str = ""  # text that a sample continues; empty: the beginning of a validation row
+    prompt: str = ""  # text that a sample continues; empty: in training, some validation data
     chat: str = ""  # question that a sample answers, in the tokenizer's chat template
     # file of prompts, one a line; or .jsonl with prompt (a text) or messages (a chat) in each row
     prompts: str = ""
-    samples_file: str = ""  # file to write the samples of mode sample to, as .jsonl; empty: none
     n_samples: PosInt = 1  # number of samples of each prompt
     sample_tokens: NonNegInt = 200  # new tokens per sample; 0: no samples
     temperature: NonNegFloat = 0.8  # sampling temperature; 0: greedy
@@ -655,7 +652,7 @@ def _is_same_path(one, other):
 
 # Fields of one launch, not of the run; config.json stores their defaults.
 LAUNCH_FIELDS = ("mode", "config", "resume", "allow_change", "explicit", "checkpoint", "stop",
-                 "coordinator", "n_processes", "process_id", "log_all_processes")
+                 "coordinator", "n_processes", "process_id")
 
 
 def without_launch_fields(cfg):
@@ -1061,11 +1058,9 @@ def _unused_errors(cfg):
                                f"{default[name]}, or change {field}"))
 
     unused("mode", cfg.mode not in READ_MODES, "checkpoint")
-    unused("mode", cfg.mode != "sample", "samples_file")
     unused("n_experts", not cfg.n_experts,
            "experts_per_token", "capacity_factor", "router_balance", "router_z")
     unused("coordinator", cfg.coordinator in ("", "auto"), "n_processes", "process_id")
-    unused("coordinator", not cfg.coordinator, "log_all_processes")
     unused("lora_rank", not cfg.lora_rank, "lora_alpha", "lora_targets")
     unused("epochs", cfg.epochs, "steps")
     unused("export", not cfg.export, "export_every", "export_dtype")
@@ -1183,7 +1178,7 @@ RESUMABLE_FIELDS = (
       if x.name.endswith("_every") and x.name != "reload_every"),  # which changes the parameters
     "track", "eval_batches", "eval_batch_size",
     "save_end", "keep_best", "max_to_keep", "keep_period", "save_exclude", "watch", "profile",
-    "prompt", "chat", "prompts", "samples_file", "n_samples", "sample_tokens", "temperature",
+    "prompt", "chat", "prompts", "n_samples", "sample_tokens", "temperature",
     "top_k", "top_p",
 )
 
@@ -1200,7 +1195,7 @@ def differences(old, new):
             if name in old and old[name] != value]
 
 
-def _refused_changes(old, new, may_change):
+def refused_changes(old, new, may_change):
     """Errors: the differences of two dicts in values that may not change."""
     errors = []
     for text in differences(old, new):
@@ -1225,7 +1220,7 @@ def check_resumable(old, new, old_mesh=(), mesh=()):
         # Expert capacity is counted over each sp device's part of a sequence, so sp changes which
         # tokens are dropped.
         may_change.remove("sp")
-    raise_if_errors(_refused_changes(before, after, may_change),
+    raise_if_errors(refused_changes(before, after, may_change),
                     f"{new.out_dir} holds a run with another config (to resume that run, type only "
                     f"--out_dir {new.out_dir}; to train a model of another shape, choose another "
                     f"--out_dir with --init_from '{new.out_dir} strict=no')")
@@ -1241,7 +1236,7 @@ def architecture_mismatch(saved, current):
     names = fields[fields.index("n_heads"):fields.index("experts_per_token") + 1]
     if saved.get("lora_rank"):
         names.append("lora_alpha")
-    return _refused_changes(
+    return refused_changes(
         saved, {name: current[name] for name in names}, current["allow_change"])
 
 

@@ -2500,10 +2500,7 @@ def _tokenizer_files(folder):
 
 
 def copy_tokenizer(name, folder):
-    """Copy the files of a Hugging Face tokenizer into a folder; return False for another tokenizer.
-
-    name: as for make_tokenizer.
-    """
+    """Copy the files of a Hugging Face tokenizer into a folder. name: as for make_tokenizer."""
     name = hub_path(name)  # optional: names on the Hub
     if name.endswith(".json"):
         shutil.copy(name, Path(folder, "tokenizer.json"))
@@ -2511,7 +2508,6 @@ def copy_tokenizer(name, folder):
         copied = Path(folder, file.relative_to(name))
         copied.parent.mkdir(exist_ok=True)
         shutil.copy(file, copied)
-    return name.endswith(".json") or os.path.isdir(name)
 
 
 # ---- names on the Hub

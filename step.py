@@ -38,9 +38,8 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
     """Take one step with the learning rate lr (see lr_at): (state, metrics).
 
     Metrics are float32: the means of the loss's sums; "lr"; "grad_norm" before clipping;
-    "n_labels", the count of the loss; "finite"; "finite_grads", the same for the gradient of each
-    parameter in trained_names; "skipped", the number of steps so far that were not finite;
-    "counts", {name: count} of each mean; and "watch", the result of weight_stats.
+    "n_labels", the count of the loss; "finite"; "skipped", the number of steps so far that were not
+    finite; "counts", {name: count} of each mean; and "watch", the result of weight_stats.
 
     A loss or gradient that is not finite leaves parameters and moments as they were. The step still
     counts, since its batch is spent.
@@ -65,9 +64,6 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
     metrics = {name: sums[name] / divisors[name] for name in sums}
     grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
     grad_norm = optax.tree.norm(grads)
-    # Whether the gradient of each parameter is finite, for the error message. XLA computes these
-    # norms as parts of grad_norm.
-    norms = jnp.stack([optax.tree.norm(grads[name]) for name in trained_names(table)])
 
     # Weight statistics of --watch. The row of step k + 1 has the weights of step k and the gradient
     # of batch k.
@@ -106,7 +102,6 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
         "lr": lr,
         "grad_norm": grad_norm,
         "finite": finite,
-        "finite_grads": jnp.isfinite(norms),
         "skipped": n_skipped,
         "counts": counts,
         "n_labels": counts.get("loss", counts["objective"]),
@@ -1018,7 +1013,7 @@ def weight_stats(step, params, grads, cfg):
     def zeros():
         return jax.tree.map(jnp.zeros_like, jax.eval_shape(stats))
 
-    return jax.lax.cond(step % cfg.log_every == 0, stats, zeros)
+    return jax.lax.cond(step % min(cfg.log_every, cfg.steps) == 0, stats, zeros)
 
 
 def _histogram(x, grad):
@@ -1176,15 +1171,11 @@ def profiler(first, last, folder, log=print):
 # ---- compilation cache
 
 def enable_compilation_cache(folder):
-    """Have JAX keep compiled programs in this folder; "" for none.
-
-    Raises OSError when the folder cannot be made, RuntimeError when ~ has no meaning.
+    """Have JAX keep compiled programs in this folder; "" for none. JAX makes the folder, and warns
+    when it cannot.
     """
-    if folder:
-        folder = Path(folder).expanduser().absolute()
-        folder.mkdir(parents=True, exist_ok=True)
     compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
-    jax.config.update("jax_compilation_cache_dir", str(folder) or None)
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder) or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

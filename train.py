@@ -20,7 +20,6 @@ import json
 import math
 import os
 import re
-import resource
 import runpy
 import signal
 import sys
@@ -183,7 +182,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
                 with steplib.explain_oom(partial(memory_advice, setup)):
                     started = start_run(setup, progress, observers, check_lock, state, params)
                     if started is None:
-                        return summary_of_finished(root)
+                        return summary_of_finished(setup)
                     return train(*started, progress)
             except BaseException as e:
                 notify(observers, "error", {"error": f"{type(e).__name__}: {e}"})
@@ -228,7 +227,7 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     """
     task = complete_task(task)
     devices = devices or jax.devices()
-    use_compilation_cache(cfg)
+    steplib.enable_compilation_cache(cfg.cache_dir)
 
     # Check the config, and resolve its defaults. First the sizes of a Hugging Face model, if
     # --init_from names one.
@@ -300,18 +299,12 @@ def start_run(setup, progress, observers, check_lock, state, params):
     start = choose_start(setup, train_data, state, params)
     resumes = bool(start["meta"]) and not start["is_branch"]
     if resumes and is_finished(cfg, start["meta"], validation):
-        print0(f"{cfg.out_dir} is finished, at step {start['meta']['step']}. To train further: "
-               "more --steps or --epochs; from an earlier step: --branch_from DIR@STEP. To start "
-               "again: --resume overwrite, or another --out_dir. To export it: --mode export "
-               "--export DIR")
         return None
 
     # Print what will run, and examples of the user's own files at the first launch.
     unsaved = model.matching("save_exclude", cfg.save_exclude, setup["table"])
     print0(run_summary(setup))
     print_data_summary(opened, print0, bool(cfg.data) and not resumes)
-    warn_unsaved(unsaved, setup["table"])
-    print_warnings(cfg)
 
     # Compile before any array is allocated.
     print0(f"compiling the training step, for {cfg.steps} steps ...")
@@ -331,11 +324,8 @@ def start_run(setup, progress, observers, check_lock, state, params):
     # 4. the checkpoint of another run, from --branch_from
     # 5. parameters from --init_from
     # 6. random parameters
-    saved_step, state = load_start(setup, start, programs, state, params)
-    meta = start["meta"]  # of the checkpoint that the run begins with, or {}
-    if meta and meta["step"] != saved_step:
-        # The newest checkpoint is corrupted, and an older one was restored.
-        meta = ckpt.read_meta(start["root"], saved_step)
+    # meta: that of the restored checkpoint, or {}.
+    _, meta, state = load_start(setup, start, programs, state, params)
     if "restore" in train_data:
         train_data["restore"](meta.get("data", {}).get("windows", []))
     state = run_hooks(hooks, "load", state)
@@ -349,11 +339,10 @@ def start_run(setup, progress, observers, check_lock, state, params):
     # Continue the timers, the metrics and the events of earlier launches.
     restore_progress(progress, first_step, meta, validation)
     # Optional: best checkpoint.
-    progress["kept_best"] = best_so_far(cfg, first_step, validation)
+    delete_later_best(setup, first_step)
 
-    # Log what runs, and on what, and what has changed since the checkpoint.
+    # Log what runs, and on what.
     run_meta = describe_run(setup, programs, start)
-    print_changes(meta, run_meta)
     log_event = partial(log_row, setup, observers, progress)
     start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s}
     log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
@@ -397,8 +386,8 @@ def init_progress(launched):
         # Metrics of the newest step, which the device may still compute: {"step", "metrics",
         # "waited_s"}, or None
         "pending": None,
-        # Metrics since the last log row
-        "since_log": new_sums({}),
+        # Metrics since the last log row: {name: (sum, count)}
+        "since_log": {},
         "timers": init_timers(launched),
         # Whether a signal ends the loop, and no longer raises KeyboardInterrupt
         "in_loop": False,
@@ -417,8 +406,6 @@ def init_progress(launched):
         "pending_save": None,
         # {kind: error} of the newest save or export of each kind, if it failed
         "save_errors": {},
-        # Value of the metric keep_best in the best checkpoint, or None
-        "kept_best": None,
     }
 
 
@@ -571,22 +558,18 @@ def log_step(run, progress):
     step, metrics = pending["step"], pending["metrics"]
 
     # Wait for the step. The seconds in which the loop waited for its data are no part of it.
-    finite = bool(metrics["finite"])
+    values = jax.device_get({name: x for name, x in metrics.items() if name != "watch"})
+    finite = bool(values.pop("finite"))
     timers["seconds"]["step"] -= pending["waited_s"]
     timers["seconds"]["data"] += pending["waited_s"]
 
-    # Copy means and counts to the host only if they are needed: this takes up to a millisecond.
-    unread = {name: x for name, x in metrics.items()
-              if name not in ("finite", "finite_grads", "watch")}
-    since_log["unread"].append(unread)
-    is_log_point = bool(cfg.log_every) and step % cfg.log_every == 0
-    is_logged = is_log_point or not finite
-    values = {}
-    if is_logged or run["hooks"]:
-        values = jax.device_get(unread)
-        # The device's means are right, but one over no label is 0 there and NaN here.
-        values |= metric_means(metric_sums(values))
+    # The device's means are right, but one over no label is 0 there and NaN here.
+    sums = metric_sums(values)
+    add_sums(since_log, sums)
+    values |= metric_means(sums)
     row = log_event("step", {"step": step} | numbers(values))
+    is_log_point = bool(cfg.log_every) and step % min(cfg.log_every, cfg.steps) == 0
+    is_logged = is_log_point or not finite
 
     # The first step of a launch is slower: no rate of a later row counts it.
     if step == run["first_step"] + 1 and not is_logged:
@@ -595,24 +578,18 @@ def log_step(run, progress):
     # A loss or gradient that is not finite.
     if not finite:
         if progress["is_finite"]:  # the first one
-            log_nonfinite(run, step, row["objective"], metrics.get("finite_grads"))
+            log_event("nonfinite", {"step": step, "loss": row["objective"]})
         progress["is_finite"] = False
         if cfg.on_nonfinite == "raise":
             raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
 
-    # Bound the number of metrics on the device: read them and add them to the sums.
-    if not cfg.log_every:  # then a row has the metrics of its step alone
-        since_log["unread"] = [unread]
-    elif len(since_log["unread"]) >= MAX_UNREAD_STEPS:
-        add_to_sums(since_log)
     if not is_logged:
         return
 
     # Log the means since the last log row, with speeds.
     with timed(timers, "other"):
-        add_to_sums(since_log)
-        values |= metric_means(since_log["sums"])
-        since_log["sums"] = {}
+        values |= metric_means(since_log)
+        since_log.clear()
         row |= numbers(values)
         row |= numbers(run["task"]["metrics"](values, run["train_data"]))
         speeds = throughput(run, step, timers, row)
@@ -628,8 +605,7 @@ def log_step(run, progress):
 
 def save_state(run, state, step, progress, why, kind="save"):
     """Start to write a checkpoint, once the previous one is committed. Its meta.json has the
-    config, the machine and the position in the data. A hook may skip it: return whether it is
-    written.
+    config, the machine and the position in the data. A hook may skip it.
 
     why: of due_events, "stop", "error", or "best" for an evaluation. kind: "save", or "weights" or
     "best" for the parameters alone.
@@ -638,27 +614,18 @@ def save_state(run, state, step, progress, why, kind="save"):
     root = ckpt.roots(run["root"])[kind]
     run["check_lock"]()  # raises if another run has taken over the bucket
 
-    # How many to keep. There is one best checkpoint, and those of the parameters alone all stay.
-    max_to_keep, keep_period = cfg.max_to_keep, cfg.keep_period
-    if kind != "save":
-        max_to_keep = 1 if kind == "best" else 0
-        keep_period = 0
-
     # Hooks may skip it, and add their own state: values to its meta.json, and arrays.
     planned = {"step": step, "kind": kind, "why": why,
                "path": ckpt.step_path(root, step), "hooks": {}, "arrays": {}}
     planned = run_before_hooks(run, "save", planned)
     if planned["skip"]:
-        return False
+        return
 
     with timed(timers, "save"):
         # Wait for the previous save: the new meta.json notes that it is done.
-        wait_began = time.perf_counter()
         wait_for_save(run, progress)
-        waited_s = time.perf_counter() - wait_began
 
         # Compute a digest of the state, so that two runs can be compared by a line of text.
-        save_began = time.perf_counter()
         digest = steplib.digest(run["programs"]["digest"](state))
         if kind != "save":  # the parameters alone
             digest = {"params": digest["params"]}
@@ -672,26 +639,20 @@ def save_state(run, state, step, progress, why, kind="save"):
         tree |= hook_arrays
 
         # Where the run stands.
-        if cfg.log_every:
-            add_to_sums(progress["since_log"])
         meta = run["meta"] | {
             "data": data_position(run, step),
             "digest": digest,
-            "since_log": progress["since_log"]["sums"],
+            "since_log": progress["since_log"],
             "hooks": planned["hooks"],
             "progress": describe_progress(run, progress),
         }
-        # Optional: best checkpoint.
-        if kind == "best":
-            meta["best"] = describe_best(run, progress)
-        future = ckpt.save(root, step, tree, meta, max_to_keep, keep_period, print0)
+        # There is one best checkpoint, and those of the parameters alone all stay.
+        keep = {"save": (cfg.max_to_keep, cfg.keep_period), "best": (1, 0), "weights": (0, 0)}
+        future = ckpt.save(root, step, tree, meta, *keep[kind], print0)
         progress["pending_save"] = {"kind": kind, "step": step, "future": future}
         if kind == "save":
             progress["saved_step"] = step
-        blocked_s = time.perf_counter() - save_began
-        run["log_event"]("save", {"step": step, "kind": kind, "why": why, "digest": digest,
-                                  "waited_s": waited_s, "blocked_s": blocked_s})
-    return True
+        run["log_event"]("save", {"step": step, "kind": kind, "why": why, "digest": digest})
 
 
 def stop_reason(run, step, progress):
@@ -733,22 +694,6 @@ def stop_reason(run, step, progress):
 # ---- batches and hooks
 
 
-def batch_structs(task, cfg, mesh):
-    """{name: shape with dtype and sharding} of a batch of the task."""
-    structs = {}
-    for name, (shape, dtype, spec) in task["batch"](cfg).items():
-        sharding = jax.NamedSharding(mesh, spec)
-        structs[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    return structs
-
-
-def evaluation_of(setup):
-    """{"cfg", "batch"} of an evaluation: the config, and shapes with shardings."""
-    # Optional: evaluation batches of another size.
-    cfg = config.evaluation_config(setup["cfg"])
-    return {"cfg": cfg, "batch": batch_structs(setup["task"], cfg, setup["mesh"])}
-
-
 def make_batch_at(setup, source, pinned=False):
     """index -> batch of global arrays, of which each process builds its own rows. Raises ValueError
     for a batch unlike the task's "batch", or with ids beyond a table. pinned: always batch 0.
@@ -757,9 +702,7 @@ def make_batch_at(setup, source, pinned=False):
     shardings = {name: x.sharding for name, x in setup["batch"].items()}
     first = next(iter(setup["batch"].values()))
     rows = data.local_rows(first.sharding, first.shape)
-    expected = {}
-    for name, x in setup["batch"].items():
-        expected[name] = ((len(rows), *x.shape[1:]), x.dtype)
+    expected = {name: ((len(rows), *x.shape[1:]), x.dtype) for name, x in setup["batch"].items()}
 
     def batch_at(index):
         if pinned:
@@ -767,9 +710,7 @@ def make_batch_at(setup, source, pinned=False):
         batch = source["batch"](index, rows)
         if batch is None:
             return None
-        found = {}
-        for name, x in dict(batch).items():
-            found[name] = (np.shape(x), np.asarray(x).dtype)
+        found = {name: (np.shape(x), np.asarray(x).dtype) for name, x in batch.items()}
         if found != expected:
             raise ValueError(f"batch {index} is {found}, must be {expected}")
         return data.to_device(batch, shardings, rows, cfg.batch_size)
@@ -807,8 +748,7 @@ def run_hooks(hooks, event, value):
 # Every run uses what follows, but the names say enough at the call for a first reading: tasks, data
 # and steps, where a run starts, progress in checkpoints, evaluation and end, log rows, intervals,
 # actions of the loop, the initial state, means of metrics, where the time goes, requests, signals,
-# printing, observers, the console, samples of text, what a run reports, compilation cache, command
-# line.
+# printing, observers, the console, samples of text, what a run reports, command line.
 
 
 # ---- tasks
@@ -842,12 +782,7 @@ TASK_DEFAULTS = {
 
 def resolve_text(platform, cfg):
     """cfg with the vocabulary size, all other sizes and the attention kernel resolved."""
-    vocab_size = cfg.vocab_size
-    if not vocab_size:
-        vocab_size = data.make_cfg_tokenizer(cfg)["vocab_size"]
-    # Optional: prompts of samples. Find their errors now.
-    if cfg.chat or cfg.prompts:
-        given_prompts(cfg)
+    vocab_size = cfg.vocab_size or data.make_cfg_tokenizer(cfg)["vocab_size"]
     cfg = config.derive_text(dataclasses.replace(cfg, vocab_size=vocab_size))
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
 
@@ -914,11 +849,25 @@ def set_steps(cfg, train_data):
         return cfg
     # The decimal number that was typed: 1.1 epochs of 100 by 10 are 11 steps.
     steps = fractions.Fraction(str(cfg.epochs)) * train_data["n"] / cfg.batch_size
-    if "windows" in train_data:
-        steps = math.floor(steps)  # the last few examples wait for the next file
-    else:
-        steps = math.ceil(steps)
+    # With windows, the last few examples wait for the next file.
+    steps = math.floor(steps) if "windows" in train_data else math.ceil(steps)
     return dataclasses.replace(cfg, steps=min(max(1, steps), 2**31 - 1))
+
+
+def batch_structs(task, cfg, mesh):
+    """{name: shape with dtype and sharding} of a batch of the task."""
+    structs = {}
+    for name, (shape, dtype, spec) in task["batch"](cfg).items():
+        sharding = jax.NamedSharding(mesh, spec)
+        structs[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return structs
+
+
+def evaluation_of(setup):
+    """{"cfg", "batch"} of an evaluation: the config, and shapes with shardings."""
+    # Optional: evaluation batches of another size.
+    cfg = config.evaluation_config(setup["cfg"])
+    return {"cfg": cfg, "batch": batch_structs(setup["task"], cfg, setup["mesh"])}
 
 
 def step_args(setup):
@@ -967,10 +916,8 @@ def choose_start(setup, train_data, state, params):
     _, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given)
     start = {"origin": "a fresh initialization", "sources": [], "missing": set(), "load_from": [],
              "meta": meta, "root": root, "step": None, "is_branch": False}
-    if state is not None:
-        return start | {"origin": "the given state"}
-    if params is not None:
-        return start | {"origin": "the given parameters"}
+    if is_given:
+        return start | {"origin": "the given parameters" if state is None else "the given state"}
 
     if meta:
         start["origin"] = "its own checkpoint"
@@ -989,44 +936,44 @@ def choose_start(setup, train_data, state, params):
     if meta:
         saved = {"data": meta["data"]["fingerprint"], "init_from": meta.get("sources")}
         current = {"data": train_data["fingerprint"], "init_from": start["sources"]}
-        errors = []
-        for text in config.differences(saved, current):
-            name = text.split()[0]
-            if name not in cfg.allow_change:
-                errors.append(f"{text}: bring it back, or continue with --allow_change {name}")
-        config.raise_if_errors(
-            errors, f"{cfg.out_dir} holds a run from other data or parameters")
+        errors = config.refused_changes(saved, current, cfg.allow_change)
+        config.raise_if_errors(errors, f"{cfg.out_dir} holds a run from other data or parameters")
     return start
 
 
 def load_start(setup, start, programs, state, params):
-    """(its step, the initial state) that choose_start has chosen. Without a loop, programs["state"]
-    has the parameters alone.
+    """(its step, the meta of its checkpoint or {}, the initial state) that choose_start has chosen.
+    Without a loop, programs["state"] has the parameters alone.
     """
     cfg = setup["cfg"]
     key = jax.random.key(cfg.seed)
     like = programs["state"]
     if state is not None:
-        placed = place_state(state, like)
-        return int(state["step"]), placed
+        shardings = jax.tree.map(lambda x: x.sharding, like)
+        given = {name: state[name] for name in like}
+        return int(state["step"]), {}, jax.device_put(given, shardings, may_alias=False)
     if params is not None:
         params = place_params(params, like["params"])
-        return 0, programs["init"](key, params=params)
+        return 0, {}, programs["init"](key, params=params)
 
     # The parameters that no checkpoint of this run has.
     initial = {}
     if start["missing"]:
         loaded = ckpt.load_parameters(start["load_from"], like["params"])
         initial = programs["init"](key, params=loaded)
-    if not start["meta"]:
-        return 0, initial
+    meta, root = start["meta"], start["root"]
+    if not meta:
+        return 0, {}, initial
     # The checkpoint, with the arrays that it lacks: parameters, and the scale of a new float16.
     if "scale" in like:
         shardings = jax.tree.map(lambda x: x.sharding, like["scale"])
         initial |= {"scale": jax.device_put(steplib.init_loss_scale(), shardings)}
     drops_unknown = "state" in cfg.allow_change
-    return ckpt.restore_run(start["root"], start["meta"], like, initial, start["missing"],
-                            start["step"], drops_unknown, print0)
+    step, state = ckpt.restore_run(
+        root, meta, like, initial, start["missing"], start["step"], drops_unknown, print0)
+    if step != meta["step"]:  # the newest checkpoint is corrupted
+        meta = ckpt.read_meta(root, step)
+    return step, meta, state
 
 
 # ---- progress in checkpoints
@@ -1054,14 +1001,14 @@ def restore_progress(progress, step, meta, validation):
         progress["last_done"] = saved["last_done"]
         progress["requests"].update(saved["requests"])
         # What was measured on other validation data no longer counts.
-        if saved["validation"] != validation:
+        if saved["validation"] == validation:
+            progress["last_metrics"] = saved["last_metrics"]
+        else:
             progress["last_done"].pop("eval", None)
-        for name, value in saved["last_metrics"].items():
-            if saved["validation"] == validation or not name.startswith(("val_", "best_val_")):
-                progress["last_metrics"][name] = value
         for bucket, seconds in saved["time_s"].items():
             progress["timers"]["seconds"][bucket] += seconds
-    progress["since_log"] = new_sums(meta.get("since_log", {}))
+    for name, (total, count) in meta.get("since_log", {}).items():
+        progress["since_log"][name] = (np.float64(total), count)
     begin_rates(progress["timers"], step)
 
 
@@ -1083,9 +1030,13 @@ def is_finished(cfg, meta, validation):
     return meta["step"] > cfg.steps or (is_done and is_evaluated)
 
 
-def summary_of_finished(root):
+def summary_of_finished(setup):
     """The summary of a run that is already finished: its newest metrics, and its checkpoint."""
+    root = setup["root"]
     step, meta = ckpt.newest_meta(root)
+    print0(f"{setup['cfg'].out_dir} is finished, at step {step}. To train further: more --steps or "
+           "--epochs; from an earlier step: --branch_from DIR@STEP. To start again: --resume "
+           "overwrite, or another --out_dir. To export it: --mode export --export DIR")
     return meta["progress"]["last_metrics"] | {
         "step": step, "exit_code": 0, "reason": "already finished",
         "checkpoint": ckpt.step_path(root, step)}
@@ -1160,28 +1111,23 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     cfg, task = eval_setup["cfg"], setup["task"]
     n_batches = eval_batches(setup, val_data)
 
-    def stopped_at_batch():  # called once per batch
-        bar.update()
-        return stopped()
-
     def eval_with_hooks(name, params, batch):
+        bar.update()
         sums = eval_step(params, batch)
         row = {"set": name, "params": params, "batch": batch, "sums": sums}
         return run_hooks(setup["hooks"], "eval_batch", row)["sums"]
 
     # The sums of each set.
     sums_of = {}
-    n_examples = 0
     with eval_bar(sum(n_batches.values())) as bar:
         for name, source in val_data.items():
             sized = source | {"batch": partial(source["batch"], batch_size=cfg.batch_size)}
             prefetched = data.prefetch(make_batch_at(eval_setup, sized), 0, n_batches[name])
             batches = (run_hooks(setup["hooks"], "val_data", batch) for batch, _ in prefetched)
             sums_of[name] = steplib.evaluate(
-                partial(eval_with_hooks, name), params, batches, stopped_at_batch)
+                partial(eval_with_hooks, name), params, batches, stopped)
             if sums_of[name] is None:
                 return {}
-            n_examples += min(n_batches[name] * cfg.batch_size, source["n"])
 
     # The means over all sets, of the added sums, and of each set with a name.
     sums = jax.tree.map(lambda *values: sum(values), *sums_of.values())
@@ -1191,7 +1137,7 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
             row |= eval_metrics(task, metric_means(sums_of[name]), source, f"/{name}")
 
     # Duration and speed.
-    n_units = n_examples * task["units_per_step"](cfg) / cfg.batch_size
+    n_units = sum(n_batches.values()) * task["units_per_step"](cfg)
     row["eval_s"] = time.perf_counter() - began
     units_per_s = n_units / max(row["eval_s"], 1e-9)
     row[f"eval_{task['unit']}s_per_s"] = units_per_s
@@ -1253,15 +1199,14 @@ HOOK_EVENTS = ("resume", "saved", "before_save", "before_eval", "before_epoch", 
 
 def log_row(setup, observers, progress, event, row):
     """Run the hooks on a row, give it to the observers, and return it. In the loop this is
-    run["log_event"](event, row). Hooks may ask for {"stop": reason} and {"request": names of
+    run["log_event"](event, row). Hooks may ask for {"stop": reason} and {"request": a list of
     events}. Once a stop is requested, no further event is.
     """
     restart_watchdog(setup["cfg"])
     requested = set()
     for hook in setup["hooks"]:
         row = run_hooks([hook], event, row)
-        names = row.get("request") or ()
-        requested.update([names] if isinstance(names, str) else names)
+        requested.update(row.get("request", ()))
     assert requested <= {*config.EVENTS}, f"hooks request {requested}: events are {config.EVENTS}"
     if requested:
         row = row | {"request": sorted(requested)}  # those of all hooks
@@ -1364,9 +1309,6 @@ def wait_for_save(run, progress):
         ckpt.wait(save["future"])
     if kind not in progress["save_errors"]:
         run["log_event"]("saved", {"step": save["step"], "kind": kind})
-    # Optional: best checkpoint. One that could not be written is no record.
-    elif kind == "best":
-        progress["kept_best"] = best_so_far(run["cfg"], save["step"], run["validation"])
 
 
 @contextlib.contextmanager
@@ -1431,24 +1373,6 @@ def all_done(steps):
 # ---- the initial state
 
 
-def print_changes(meta, run_meta):
-    """Print what has changed since the checkpoint of `meta` ({}: no checkpoint). run_meta: of
-    describe_run.
-    """
-    changes = []
-    for kind in ("versions", "machine", "mesh"):
-        changes += config.differences(meta.get(kind, {}), run_meta[kind])
-    if changes:
-        print0(f"since the checkpoint: {'; '.join(changes)}. The run continues, but agrees with an "
-               "unchanged one only up to rounding")
-    fields = json.loads(json.dumps(run_meta["config"]))
-    for name in {*config.RESUMABLE_FIELDS} - {"steps"}:
-        del fields[name]
-    changes = config.differences(meta.get("config", {}), fields)
-    if changes:
-        print0(f"since the checkpoint: {'; '.join(changes)}")
-
-
 def find_parameters(setup, meta):
     """(names of the parameters that the checkpoint of `meta` lacks: all, without a checkpoint; the
     sources of init_from to load them from). Prints the source of each.
@@ -1479,34 +1403,18 @@ def open_sources(setup, wanted=None):
         wanted=wanted, log=print0)
 
 
-def place_state(state, like):
-    """A copy of a given state, in the shardings of `like`."""
-    missing = [key for key in ("step", *like) if key not in state]
-    if missing:
-        raise ValueError(f"the given state: has no {', '.join(missing)}; must be a dict as the "
-                         "summary of train.main has under 'state'")
-    shardings = jax.tree.map(lambda x: x.sharding, like)
-    return jax.device_put({key: state[key] for key in like}, shardings, may_alias=False)
-
-
 def place_params(params, like):
     """Copies of given parameters {name: array}, in the dtypes and shardings of `like`. Raises
     ValueError for names, shapes and dtypes that the model does not have.
     """
     params = {name: x if hasattr(x, "dtype") else np.asarray(x) for name, x in params.items()}
-    errors = []
-    for name in sorted(params.keys() | like.keys()):
-        if name not in like:
-            errors.append(
-                f"{name}: this model has no such parameter ({config.did_you_mean(name, like)})")
-        elif name not in params:
-            errors.append(f"{name}: is missing")
-        elif np.shape(params[name]) != like[name].shape:
-            errors.append(f"{name}: has shape {np.shape(params[name])}, must have "
-                          f"{like[name].shape}")
-        elif not jax.numpy.issubdtype(params[name].dtype, np.floating):
-            errors.append(f"{name}: has dtype {params[name].dtype}, must be a float")
-    config.raise_if_errors(errors, "the given parameters")
+    given = {name: x.shape for name, x in params.items()
+             if jax.numpy.issubdtype(x.dtype, np.floating)}
+    expected = {name: x.shape for name, x in like.items()}
+    if given != expected:
+        wrong = sorted(given.items() ^ expected.items())
+        raise ValueError(f"the given parameters: must be floats with the names and shapes of the "
+                         f"model; not so: {wrong}")
     return {name: jax.device_put(params[name].astype(x.dtype), x.sharding, may_alias=False)
             for name, x in like.items()}
 
@@ -1514,41 +1422,21 @@ def place_params(params, like):
 # ---- means of metrics
 
 
-# Sums are in float64, so that those of a resumed run, which begin with the checkpoint's, are
-# bit-identical.
-MAX_UNREAD_STEPS = 100  # steps whose metrics stay on the device until they are added up
-
-
-def new_sums(sums):
-    """Metrics since the last log row: {"sums": {name: (sum, count)}, "unread": metrics of steps,
-    still on the device and not yet added}. sums: as in the meta of a checkpoint.
-    """
-    converted = {}
-    for name, (total, count) in sums.items():
-        converted[name] = (np.asarray(total, np.float64)[()], count)
-    return {"sums": converted, "unread": []}
-
-
-UNLABELLED = "steps_without_labels"  # their number since the last log row
-
-
 def metric_sums(metrics):
-    """{name: (sum, count)} from the metrics of a step, which are means and "counts"."""
+    """{name: (sum, count)} from the metrics of a step, which are means and "counts". Sums are in
+    float64, so that those of a resumed run, which begin with the checkpoint's, are bit-identical.
+    """
     sums = {}
     for name, count in metrics.get("counts", {}).items():  # a hook's train_step may give none
         sums[name] = (np.float64(metrics[name]) * (count or 1), float(count))
-    if metrics.get("n_labels") == 0:  # prompts and chats: a batch may have no answer
-        sums[UNLABELLED] = (np.float64(1), 0.0)
     return sums
 
 
-def add_to_sums(since_log):
-    """Add the metrics of the unread steps to the sums since the last log row."""
-    for metrics in jax.device_get(since_log["unread"]):
-        for name, (total, count) in metric_sums(metrics).items():
-            total_before, count_before = since_log["sums"].get(name, (0.0, 0.0))
-            since_log["sums"][name] = total_before + total, count_before + count
-    since_log["unread"] = []
+def add_sums(since_log, sums):
+    """Add the sums of a step to those since the last log row."""
+    for name, (total, count) in sums.items():
+        total_before, count_before = since_log.get(name, (0.0, 0.0))
+        since_log[name] = total_before + total, count_before + count
 
 
 def metric_means(sums):
@@ -1562,10 +1450,8 @@ def metric_means(sums):
     for name, (total, count) in sums.items():
         if count:
             means[name] = total / count
-        elif n_labels or np.ndim(total) or name == UNLABELLED:
-            means[name] = total
         else:
-            means[name] = np.nan
+            means[name] = total if n_labels or np.ndim(total) else np.nan
     return means
 
 
@@ -1578,14 +1464,16 @@ TIME_BUCKETS = ("start", "compile", "step", "data", "save", "eval", "other")
 
 def init_timers(launched):
     """Timers: {"launched": when, "seconds": {bucket: seconds}, over all restarts, "bucket": the one
-    that is charged now, "since": when it was last charged, "logged": values at the last log row}.
+    that is charged now, "since": when it was last charged, "logged_step", "logged": step and
+    seconds at the last log row}.
     """
     return {
         "launched": launched,
         "seconds": dict.fromkeys(TIME_BUCKETS, 0.0),
         "bucket": "start",
         "since": launched,
-        "logged": {"step": 0, "step_s": 0.0, "data_s": 0.0},
+        "logged_step": 0,
+        "logged": dict.fromkeys(TIME_BUCKETS, 0.0),
     }
 
 
@@ -1616,8 +1504,8 @@ def time_by_bucket(timers):
 
 def begin_rates(timers, step):
     """Have the next log row count from this step on."""
-    seconds = time_by_bucket(timers)
-    timers["logged"] = {"step": step, "step_s": seconds["step"], "data_s": seconds["data"]}
+    timers["logged_step"] = step
+    timers["logged"] = time_by_bucket(timers)
 
 
 def throughput(run, step, timers, means):
@@ -1626,19 +1514,14 @@ def throughput(run, step, timers, means):
     unit, units_per_step = task["unit"], task["units_per_step"](cfg)
 
     # Since the last log row.
-    last = timers["logged"]
+    last, n_steps = timers["logged"], step - timers["logged_step"]
     begin_rates(timers, step)
-    seconds = time_by_bucket(timers)
-    n_steps = step - last["step"]
-    data_s = seconds["data"] - last["data_s"]
-    all_s = seconds["step"] - last["step_s"] + data_s
+    seconds = timers["logged"]
+    data_s = seconds["data"] - last["data"]
+    all_s = seconds["step"] - last["step"] + data_s
     units_per_s = n_steps * units_per_step / all_s
 
-    memory = jax.local_devices()[0].memory_stats()
-    if memory:
-        peak_bytes = memory["peak_bytes_in_use"]
-    else:  # a CPU: the memory of this process
-        peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = jax.local_devices()[0].memory_stats() or {}  # a CPU has none
     row = {
         f"{unit}s": step * units_per_step,  # in all steps so far
         f"{unit}s_per_s": units_per_s,  # since the last log row: size of a batch / step_s
@@ -1647,7 +1530,7 @@ def throughput(run, step, timers, means):
         "data_wait_s": data_s / n_steps,  # seconds in which the device had no batch
         "goodput": seconds["step"] / sum(seconds.values()),  # fraction of the time, all launches
         "time_s": seconds,
-        "memory_peak_bytes": peak_bytes,
+        "memory_peak_bytes": memory.get("peak_bytes_in_use"),
     }
     if task["flops"]:
         flops, _ = task["flops"](means, cfg)  # of one unit
@@ -1798,13 +1681,9 @@ def numbers(row):
 # cannot change the run. `OBSERVERS` lists those of process 0.
 def make_observers(cfg):
     """The observers of this process."""
-    makers = [*OBSERVERS, *(TRACKERS[name] for name in cfg.track)]
     if not is_main():
-        makers = [trace_profile, log_of_process] if cfg.log_all_processes else []
-    try:
-        return [make(cfg) for make in makers]
-    except ImportError as e:
-        raise ValueError(f"track {' '.join(cfg.track)}: pip install {e.name}") from e
+        return []
+    return [make(cfg) for make in (*OBSERVERS, *(TRACKERS[name] for name in cfg.track))]
 
 
 def jsonl(cfg):
@@ -1830,9 +1709,6 @@ def jsonl(cfg):
 # ---- the console
 
 
-LINE_EVERY_FRAC = 0.1  # of the steps, after which a log row leaves a line beside a progress bar
-
-
 # The console's line for an event, with fields of its row.
 EVENT_LINES = {
     "out_of_data": "waiting for data",
@@ -1840,21 +1716,19 @@ EVENT_LINES = {
     "export": "exported to {folder}",
     "skip": "no {skipped}: {reason}",
     "nonfatal_error": "{error}",
-    "nonfinite": "not finite: loss {loss:.4g}, gradients {grads}; try a lower --lr, --clip_norm 1, "
+    "nonfinite": "loss {loss:.4g}, or a gradient, is not finite; try a lower --lr, --clip_norm 1, "
                  "a longer --warmup_steps or --dtype float32, with --allow_change and its name",
 }
 
 
 def console(cfg):
-    """Show a progress bar on a terminal, plain lines elsewhere."""
+    """Print a line for each log row, below them a progress bar on a terminal."""
     bar = tqdm(disable=True)
-    next_line = 0  # first step whose log row leaves a line
 
     @ignore_stdout_errors()
     def observe(event, row):
-        nonlocal bar, next_line
+        nonlocal bar
         if event == "start":
-            next_line = row["step"] + LINE_EVERY_FRAC * cfg.steps
             mib = row["memory_bytes_per_device"]["total"] / 2**20
             print0(f"compiled in {row['compile_s']:.1f} s, {mib:,.0f} MiB per device; from "
                    f"{row['origin']}, at step {row['step']}")
@@ -1865,9 +1739,7 @@ def console(cfg):
         elif event == "log":
             speed = speed_name(row)
             bar.set_postfix_str(format_metrics(row, ["loss", speed]), refresh=False)
-            if bar.disable or row["step"] >= next_line:
-                print0(format_log_row(row))
-                next_line = row["step"] + LINE_EVERY_FRAC * cfg.steps
+            print0(format_metrics(row, ["step", "loss", "lr", speed, "data_wait_s"]))
         elif event == "eval":
             print_eval_row(row)
         elif event == "sample":
@@ -1890,7 +1762,6 @@ METRIC_FORMATS = {
     "loss": "loss {:.4f}",
     "lr": "lr {:.2e}",
     "data_wait_s": "data wait {:.4f} s",
-    UNLABELLED: "{:.0f} steps without a label",
     "val_loss": "validation loss {:.4f}",
     "val_acc": "accuracy {:.3f}",
     "val_bits_per_byte": "{:.3f} bits/byte",
@@ -1919,13 +1790,6 @@ def format_metrics(row, names):
 def speed_name(row):
     """The name of the speed in a row of training or of an evaluation."""
     return next(name for name in reversed(row) if name.endswith("s_per_s"))
-
-
-def format_log_row(row):
-    names = ["step", "loss", "lr", speed_name(row), "data_wait_s", UNLABELLED]
-    if row.get("n_labels") == 0:
-        names.remove("loss")  # it is NaN
-    return format_metrics(row, names)
 
 
 def print_eval_row(row):
@@ -2003,12 +1867,6 @@ def sample_from_text(params, key, source, cfg):
     return model.sample_text(params, prompts, cfg, key, tokenizer["decode"], options)
 
 
-def given_prompts(cfg):
-    """The prompts that cfg gives. Raises ValueError for those that cannot be used."""
-    tokenizer = data.make_cfg_tokenizer(cfg)
-    return ckpt.broadcast_from_main(lambda: data.sample_prompts(cfg, tokenizer))
-
-
 # ---- what a run reports
 
 
@@ -2022,18 +1880,13 @@ def print_changed_flags(cfg):
 def run_summary(setup):
     """What would run, and on what, in two lines."""
     cfg, mesh, task, table = setup["cfg"], setup["mesh"], setup["task"], setup["table"]
-    sizes = {name: math.prod(row["shape"]) for name, row in table.items()}
-    n_params = sum(sizes.values())
-    n_trained = sum(sizes[name] for name in steplib.trained_names(table))
-    trained = ""
-    if n_trained < n_params:
-        trained = f" ({n_trained / 1e6:,.2f}M trained)"
+    n_params = sum(math.prod(row["shape"]) for row in table.values())
     device_kind = mesh.devices.flat[0].device_kind
     axes = " ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
-    parts = [cfg.dtype, task["summary"](cfg),
-             f"{task['units_per_step'](cfg):,} {task['unit']}s per step"]
-    return (f"{n_params / 1e6:,.2f}M parameters{trained} on {mesh.size} x {device_kind}, mesh "
-            f"{axes}\n{', '.join(filter(None, parts))}")
+    units = f"{task['units_per_step'](cfg):,} {task['unit']}s per step"
+    parts = filter(None, [cfg.dtype, task["summary"](cfg), units])
+    return (f"{n_params / 1e6:,.2f}M parameters on {mesh.size} x {device_kind}, mesh {axes}\n"
+            f"{', '.join(parts)}")
 
 
 def print_data_summary(opened, log, with_examples):
@@ -2046,24 +1899,18 @@ def print_data_summary(opened, log, with_examples):
             log(f"{name}: {summary}")
     source = opened["train"]
     if with_examples and source and "preview" in source:
-        marks = "all but labels dimmed" if is_terminal(sys.stdout) else "labels within {+ +}"
         for i, pieces in enumerate(source["preview"](), 1):
-            log(f"example {i}, {marks}:\n{mark_labels(pieces)}")
+            log(f"example {i}, labels within {{+ +}}:\n{mark_labels(pieces)}")
 
 
 def mark_labels(pieces):
-    """The text of an example, with marks around its labels; in a terminal, all else is dimmed.
-    pieces: [(text, whether it is labels)].
+    """The text of an example, with marks around its labels. pieces: [(text, whether it is
+    labels)].
     """
-    in_terminal = is_terminal(sys.stdout)
     marked = []
     for text, is_label in pieces:
         text = printable(text)
-        if in_terminal and not is_label:
-            text = f"\033[2m{text}\033[0m"
-        elif is_label and not in_terminal:
-            text = "{+" + text + "+}"
-        marked.append(text)
+        marked.append("{+" + text + "+}" if is_label else text)
     return "".join(marked)
 
 
@@ -2072,9 +1919,8 @@ def describe_run(setup, programs, start):
     cfg, task = setup["cfg"], setup["task"]
     unit = task["unit"]
     device = jax.devices()[0]
-    versions = {"python": sys.version.split()[0]}
-    for name in ("jax", "jaxlib", "numpy", "optax", "tensorstore"):
-        versions[name] = importlib.metadata.version(name)
+    packages = ("jax", "jaxlib", "numpy", "optax", "tensorstore")
+    versions = {name: importlib.metadata.version(name) for name in packages}
     run_id = os.urandom(4).hex()
     if start["meta"] and not start["is_branch"]:
         run_id = start["meta"]["run_id"]
@@ -2091,37 +1937,11 @@ def describe_run(setup, programs, start):
         "run_id": run_id,
         "machine": steplib.describe_machine(device) | {
             "device": device.device_kind, "xla_flags": os.environ.get("XLA_FLAGS", "")},
-        "versions": versions,
+        "versions": versions | {"python": sys.version.split()[0]},
     }
     if task["flops"]:
         row[f"flops_per_{unit}"], row["flops_formula"] = task["flops"]({}, cfg)
     return row
-
-
-def print_warnings(cfg):
-    """Print what somebody who set these fields may not expect."""
-    if cfg.warmup_steps >= cfg.steps:
-        print0(f"warmup_steps {cfg.warmup_steps:g}: lr rises in all {cfg.steps} steps")
-    if cfg.param_dtype == "bfloat16":
-        print0("param_dtype bfloat16: a step that moves a parameter by less than 1/256 of its "
-               "size may not move it at all; with --param_dtype float32 every step counts")
-
-
-# ---- compilation cache
-
-
-def use_compilation_cache(cfg):
-    """Have JAX keep compiled programs in cfg.cache_dir. A default folder that cannot be written is
-    a notice, another one an error.
-    """
-    try:
-        steplib.enable_compilation_cache(cfg.cache_dir)
-    except (OSError, RuntimeError) as e:
-        error = f"cache_dir {cfg.cache_dir!r}: cannot be written: {e}"
-        if cfg.cache_dir != config.Config.cache_dir:
-            raise ValueError(f"{error}; choose another, or '' for none") from None
-        print0(f"{error}; compiled programs are not kept between runs")
-        steplib.enable_compilation_cache("")
 
 
 # ---- command line
@@ -2131,8 +1951,6 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
     """Run a command line; return the exit code. A user error is printed without a traceback, every
     other exception with it.
     """
-    if "--help" in argv:  # `--help | head` ends without a traceback
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     # Print characters that a stream cannot encode as escapes.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # not every replacement of a stream can do it
@@ -2140,13 +1958,12 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
     try:
         return main(config.parse(argv, kind), hooks, task)["exit_code"]
     except Exception as e:
-        if not is_user_error(e) and not jax.distributed.is_initialized():
+        is_expected = is_user_error(e)
+        if not is_expected and not jax.distributed.is_initialized():
             raise
-        message = traceback.format_exc()
-        if is_user_error(e):
-            message = f"error: {e}"
+        message = f"error: {e}" if is_expected else traceback.format_exc()
         print(message, file=sys.stderr, flush=True)
-        exit_code = 2 if is_user_error(e) else 1
+        exit_code = 2 if is_expected else 1
         if jax.distributed.is_initialized():
             # Exit without JAX's shutdown, which would wait for the other processes. They end when
             # process 0 does: first let them print why.
@@ -2160,25 +1977,23 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
 
 
 def is_user_error(error):
-    """Whether a file may not be read, a path is too long, or a `raise` statement of the six files
-    raised a ValueError (and not, say, `k, v = f()`).
+    """Whether the system refuses a file, or a `raise` statement of the six files raised a
+    ValueError (and not, say, `k, v = f()`).
     """
-    if isinstance(error, PermissionError) or getattr(error, "errno", 0) == errno.ENAMETOOLONG:
+    if isinstance(error, OSError):
         return True
-    if not isinstance(error, ValueError):
-        return False
     last = traceback.extract_tb(error.__traceback__)[-1]
-    files = [__file__] + [module.__file__ for module in (config, model, steplib, data, ckpt)]
-    return last.filename in files and last.line.startswith("raise")
+    is_ours = Path(last.filename).resolve().parent == Path(__file__).resolve().parent
+    return isinstance(error, ValueError) and is_ours and last.line.startswith("raise")
 
 
 # ---- optional
 #
 # The optional sections, in this order: rows from Python, best checkpoint, branches of a run,
-# steps that are not finite, validation data that comes later, exports during a run, dynamic
-# sources of parameters, excluded parameters, Hugging Face weights, names on the Hub, samples of a
-# run that has ended, modes without a loop, memory estimates, hooks from files, several processes,
-# profiler, plot, trackers. Then the observers that run.
+# validation data that comes later, exports during a run, dynamic sources of parameters, Hugging
+# Face weights, names on the Hub, modes without a loop, memory estimates, hooks from files, several
+# processes, profiler, plot, trackers. Then the observers that run.
+
 
 
 # ---- rows from Python
@@ -2199,10 +2014,6 @@ def write_rows(cfg, given):
     if taken:
         raise ValueError(f"data: rows cannot be used together with {', '.join(taken)} of the "
                          "config; leave that empty")
-    unused = splits.keys() - fields.values()
-    if unused:
-        print0(f"data: {' and '.join(map(repr, fields.values()))} are used, and not "
-               f"{', '.join(map(repr, sorted(unused)))}")
     folder = Path(cfg.out_dir or config.RUNS_DIR, "rows")
     paths = {}
     for field, name in fields.items():
@@ -2215,45 +2026,34 @@ def write_rows(cfg, given):
 # ---- best checkpoint
 
 
-def best_so_far(cfg, step, validation):
-    """The value of the metric cfg.keep_best in the best checkpoint, or None where that has another
-    metric or other validation data. A best checkpoint of a step after `step` is deleted: the run
-    has not made that step, or will repeat it.
-    """
-    if not cfg.keep_best:
-        return None
-    root = ckpt.roots(ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir))["best"]
-    if is_main():
-        ckpt.delete_after(root, step, print0)
-    _, meta = ckpt.newest_meta(root)
-    best = meta.get("best", {})
-    name = config.parse_best(cfg.keep_best)["name"]
-    is_same = best.get("metric") == name and best["validation"] == validation
-    return best["value"] if is_same else None
-
-
-def describe_best(run, progress):
-    """The entry "best" in the meta of the best checkpoint, which best_so_far reads."""
-    name = config.parse_best(run["cfg"].keep_best)["name"]
-    return {"metric": name, "value": progress["kept_best"], "validation": run["validation"]}
+def delete_later_best(setup, step):
+    """Delete the best checkpoint if it is of a later step, which the run will repeat."""
+    if setup["cfg"].keep_best and is_main():
+        ckpt.delete_after(ckpt.roots(setup["root"])["best"], step, print0)
 
 
 def keep_if_best(run, state, step, progress, metrics):
     """Save the parameters as the best checkpoint, if an evaluation has a better value of the metric
-    cfg.keep_best than all before it. metrics: of this evaluation.
+    cfg.keep_best than that checkpoint. metrics: of this evaluation.
     """
-    metric = config.parse_best(run["cfg"].keep_best)
+    cfg = run["cfg"]
+    metric = config.parse_best(cfg.keep_best)
+    name = metric["name"]
     # Hooks may add metrics, which may differ between processes.
-    value = ckpt.broadcast_from_main(lambda: metrics.get(metric["name"]))
+    value = ckpt.broadcast_from_main(lambda: metrics.get(name))
     if value is None:
-        raise ValueError(f"keep_best {metric['name']}: evaluations have no such metric "
-                         f"({config.did_you_mean(metric['name'], sorted(metrics))})")
-    best = progress["kept_best"]
+        raise ValueError(f"keep_best {name}: evaluations have no such metric "
+                         f"({config.did_you_mean(name, sorted(metrics))})")
+    wait_for_save(run, progress)
+    _, meta = ckpt.newest_meta(ckpt.roots(run["root"])["best"])
+    # One of another metric or of other validation data does not count.
+    best = None
+    is_same = bool(meta) and meta["config"]["keep_best"] == cfg.keep_best
+    if is_same and meta["progress"]["validation"] == run["validation"]:
+        best = meta["progress"]["last_metrics"][name]
     is_better = best is None or metric["is_better"](value, best)
     if is_better and math.isfinite(value):
-        progress["kept_best"] = value
-        if not save_state(run, state, step, progress, "best", kind="best"):  # a hook skipped it
-            progress["kept_best"] = best
+        save_state(run, state, step, progress, "best", kind="best")
 
 
 # ---- branches of a run
@@ -2269,20 +2069,6 @@ def find_branch(cfg):
         ckpt.root_of(folder), str(step), f"branch_from {folder}, step")
     return {"root": root, "step": step, "meta": meta, "is_branch": True,
             "origin": f"the checkpoint {cfg.branch_from}"}
-
-
-# ---- steps that are not finite
-
-
-def log_nonfinite(run, step, loss, finite_grads):
-    """Log the loss and the names of the gradients of a step that are not finite. finite_grads: as
-    in steplib.train_step, None where a hook's step has none.
-    """
-    grads = []
-    if finite_grads is not None:
-        names = steplib.trained_names(run["table"])
-        grads = [name for name, finite in zip(names, finite_grads, strict=True) if not finite]
-    run["log_event"]("nonfinite", {"step": step, "loss": loss, "grads": grads})
 
 
 # ---- validation data that comes later
@@ -2334,17 +2120,6 @@ def reload_params(run, state, step, timers):
     return state | {"params": state["params"] | params}
 
 
-# ---- excluded parameters
-
-
-def warn_unsaved(unsaved, table):
-    """Print which parameters are trained and not saved."""
-    trained = [name for name in sorted(unsaved) if table[name].get("trained", True)]
-    if trained:
-        print0(f"save_exclude: {', '.join(trained)} will be trained and not saved: this training "
-               "is lost when the run stops")
-
-
 # ---- Hugging Face weights
 
 
@@ -2358,17 +2133,12 @@ def config_from_hf(cfg):
     for text in cfg.init_from:
         path = ckpt.parse_source(text)["path"]
         hf = read_hf_config(path)
-        if not hf and path.startswith("hf://"):
-            raise ValueError(f"init_from {path}: has no config.json with a model_type, so it is "
-                             "not a model of transformers")
         if not hf:
             continue
         fields = model.hf_fields(hf)
-        errors = []
-        for name, value in fields.items():
-            if is_set[name] and getattr(cfg, name) != value:
-                errors.append(config.field_error(
-                    cfg, name, f"is {value!r} in that folder; leave it out"))
+        errors = [config.field_error(cfg, name, f"is {value!r} in that folder; leave it out")
+                  for name, value in fields.items()
+                  if is_set[name] and getattr(cfg, name) != value]
         config.raise_if_errors(errors, f"init_from {path}")
         if not is_set["tokenizer"]:
             fields["tokenizer"] = tokenizer_from_hf(path, cfg, fields["vocab_size"])
@@ -2444,9 +2214,7 @@ def export_hf(params, cfg):
 
     def add_files(folder):
         (folder / "config.json").write_text(json.dumps(hf_config, indent=1), encoding="utf-8")
-        if not data.copy_tokenizer(cfg.tokenizer, folder):
-            print0(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is not a Hugging "
-                   "Face tokenizer")
+        data.copy_tokenizer(cfg.tokenizer, folder)
         write_generation_config(folder / "generation_config.json", tokenizer)
 
     ckpt.write_export(
@@ -2480,12 +2248,10 @@ def resolve_hub_names(cfg):
     texts = json.dumps({name: getattr(cfg, name) for name in HUB_FIELDS})
     if "hf://" not in texts:
         return cfg
-    saved = {}
+    earlier = []
     if cfg.resume != "overwrite":
-        # The config of the run in out_dir: of its newest checkpoint, or that of its launch.
-        _, meta = ckpt.newest_meta(ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir))
-        saved = meta.get("config") or ckpt.read_json(Path(cfg.out_dir, "config.json"))
-    earlier = re.findall(HUB_NAME, json.dumps(saved))
+        saved = ckpt.read_json(Path(cfg.out_dir, "config.json"))
+        earlier = re.findall(HUB_NAME, json.dumps(saved))
 
     def resolve():
         return re.sub(HUB_NAME, lambda name: data.resolve_hub(name[0], earlier), texts)
@@ -2495,34 +2261,6 @@ def resolve_hub_names(cfg):
         if isinstance(value, list):
             changes[name] = tuple(value)
     return dataclasses.replace(cfg, **changes)
-
-
-# ---- samples of a run that has ended
-
-
-def data_to_continue(setup, start):
-    """The data whose beginning the samples of mode sample continue; None if they have a prompt, or
-    if the parameters are of no run. Data that cannot be opened is a notice. start: of find_saved.
-    """
-    cfg = setup["cfg"]
-    is_of_run = start["meta"] or not start["load_from"]
-    has_data = cfg.data or cfg.val_data or is_of_run
-    if cfg.prompt or cfg.chat or cfg.prompts or not has_data:
-        return None
-    try:
-        opened = open_data(setup["task"], cfg, ("val",))
-    except (ValueError, OSError) as e:
-        print0(f"samples begin with no text of the data, since it cannot be opened: {e}")
-        return None
-    return next(iter(opened["val"].values()), opened["train"])
-
-
-def write_samples(path, samples):
-    """Write samples as JSON lines with "prompt" and "text", what follows it."""
-    with open(path, "w", encoding="utf-8") as file:
-        for text, prompt in zip(samples["texts"], samples["prompts"], strict=True):
-            row = {"prompt": prompt, "text": text[len(prompt):]}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 # ---- modes without a loop
@@ -2538,11 +2276,6 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     cfg, task = setup["cfg"], setup["task"]
     if cfg.mode == "sample" and not task["sample"]:
         raise ValueError("mode sample: this task has no samples")
-    samples_folder = os.path.dirname(cfg.samples_file) or "."
-    if cfg.samples_file and not os.access(samples_folder, os.W_OK):
-        raise ValueError(f"samples_file {cfg.samples_file!r}: no such folder, or it is read-only")
-    if cfg.mode == "sample":
-        source = data_to_continue(setup, start)
     if cfg.mode == "eval":
         val_data = open_data(task, cfg, ("val",))["val"]
         if not val_data:
@@ -2574,10 +2307,8 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         task["hf"]["export"](params, cfg)
         print0(f"exported step {step} to {cfg.export}")
     else:
-        summary |= sample_texts(setup, params, 0, source)
+        summary |= sample_texts(setup, params, 0, None)
         print_samples(summary)
-        if cfg.samples_file and is_main():
-            write_samples(cfg.samples_file, summary)
     return summary
 
 
@@ -2624,7 +2355,7 @@ def load_saved(setup, start, state=None, params=None):
     """(step, parameters) that find_saved has found."""
     like = {"params": steplib.lower_steps(*step_args(setup))["state"]["params"]}
     programs = {"state": like, "init": lambda key, params: {"params": params}}
-    step, loaded = load_start(setup, start, programs, state, params)
+    step, _, loaded = load_start(setup, start, programs, state, params)
     return step, loaded["params"]
 
 
@@ -2643,14 +2374,14 @@ def tokenize_data(cfg, task):
 def plan(cfg, task=TEXT, hooks=()):
     """Print what a run would need, without allocating it; the summary."""
     setup = setup_run(cfg, task, hooks=hooks)
-    cost = estimate(setup, measure=True)
+    cost = estimate(setup)
     print_estimate(setup, cost)
     return {"step": 0, "reason": "plan", "exit_code": int(not cost["fits"])} | cost
 
 
-def estimate(setup, measure=False):
+def estimate(setup):
     """{"flop": {formula: FLOPs per device and step}, "fits"} of a run, and the result of
-    count_programs, or "error". measure: as in memory_advice.
+    count_programs, or "error".
     """
     cfg, mesh, task = setup["cfg"], setup["mesh"], setup["task"]
     cost = {"flop": {}, "memory": {}, "peaks": {}}
@@ -2658,7 +2389,7 @@ def estimate(setup, measure=False):
         flops, formula = task["flops"]({}, cfg)
         cost["flop"][f"model: {formula}"] = flops * task["units_per_step"](cfg) / mesh.size
     try:
-        with steplib.explain_oom(partial(memory_advice, setup, measure)):
+        with steplib.explain_oom(partial(memory_advice, setup)):
             cost |= count_programs(setup)
             steplib.check_peaks(cost, mesh)
     except ValueError as e:
@@ -2686,24 +2417,20 @@ def print_estimate(setup, cost):
     for program, n_bytes in cost["peaks"].items():
         print0(f"  {n_bytes / 2**30:10,.4g} GiB  in all during {program}")
     limit = steplib.memory_limit(setup["mesh"])
-    if "error" in cost:
-        print0(cost["error"])
-    elif limit:
-        print0(f"fits in {limit / 2**30:,.4g} GiB")
-    else:
-        print0("whether it fits is not known, as the memory of this device is not known")
+    fits = "whether it fits is not known, as the memory of this device is not known"
+    if limit:
+        fits = f"fits in {limit / 2**30:,.4g} GiB"
+    print0(cost.get("error", fits))
 
 
-def memory_advice(setup, measure=True):
-    """Flags with which a run may fit, as a text, those that cost the least time first. measure:
-    compile the run with more and more of them until it fits, and name only those, with the GiB.
+def memory_advice(setup):
+    """Flags with which a run fits, as a text with the GiB, those that cost the least time first.
+    The run is compiled with more and more of them until it fits.
     """
     cfg, mesh, task = setup["cfg"], setup["mesh"], setup["task"]
     flags = steplib.memory_flags(cfg, mesh, task["memory_flags"](mesh.shape["sp"], cfg))
     if cfg.eval_batch_size:
         flags.insert(0, {"eval_batch_size": 0})
-    if not measure:
-        return " or ".join(map(steplib.as_flags, flags))
 
     def peak_with(changes):
         """Bytes of the largest program; infinite when it cannot be compiled."""
@@ -2783,12 +2510,11 @@ def raise_if_unequal(local):
 def merge_requests(polled):
     """The requests of all processes: the longest time, the first stop, and all events."""
     everywhere = gather(polled)
-    merged = {"elapsed_s": max(found["elapsed_s"] for found in everywhere), "stop": None}
-    events = set()
-    for found in everywhere:
-        merged["stop"] = merged["stop"] or found["stop"]
-        events.update(found["events"])
-    return merged | {"events": sorted(events)}
+    return {
+        "elapsed_s": max(found["elapsed_s"] for found in everywhere),
+        "stop": next((found["stop"] for found in everywhere if found["stop"]), None),
+        "events": sorted(set().union(*(found["events"] for found in everywhere))),
+    }
 
 
 def restart_watchdog(cfg):
@@ -2799,25 +2525,13 @@ def restart_watchdog(cfg):
         faulthandler.dump_traceback_later(cfg.peer_timeout_s, exit=True, file=2)
 
 
-def log_of_process(cfg):
-    """With --log_all_processes: print the log rows of a process that is not process 0."""
-    def observe(event, row):
-        if event == "log":
-            print(f"process {jax.process_index()}  {format_log_row(row)}", flush=True)
-
-    return observe
-
-
 # ---- profiler
 
 
 def trace_profile(cfg):
     """Trace the steps first:last of cfg.profile into out_dir/profile."""
     first, last = config.profile_span(cfg)
-    folder = Path(cfg.out_dir) / "profile"
-    if not is_main():  # with --log_all_processes
-        folder /= f"process_{jax.process_index()}"
-    return steplib.profiler(first, last, folder, print0)
+    return steplib.profiler(first, last, Path(cfg.out_dir) / "profile", print0)
 
 
 # ---- plot

@@ -391,12 +391,10 @@ def test_all_errors_at_once():
 # (field, a value of it, other fields that are unused with that value, a value that uses them)
 UNUSED = [
     ("mode", "train", dict(checkpoint="best"), "eval"),
-    ("mode", "eval", dict(samples_file="a"), "sample"),
     ("n_experts", 0, dict(experts_per_token=1, capacity_factor=1.0, router_balance=0.1,
                           router_z=0.1), 4),
     ("coordinator", "", dict(n_processes=2, process_id=1), "host:1"),
     ("coordinator", "auto", dict(n_processes=2, process_id=1), "host:1"),
-    ("coordinator", "", dict(log_all_processes=True), "auto"),
     ("lora_rank", 0, dict(lora_alpha=8.0, lora_targets=("layers.wq",)), 2),
     ("epochs", 2.0, dict(steps=50), 0.0),
     ("export", "", dict(export_every=5, export_dtype="bfloat16"), "hf"),
@@ -552,7 +550,7 @@ def test_other_differences():
     LAUNCH_FIELDS = ("mode", "config",
     """
     cfg = Config(mode="plan", resume="overwrite", allow_change=("lr",), lr=0.5, steps=77,
-                 coordinator="a:1", n_processes=2, process_id=1, log_all_processes=True, epochs=2.0,
+                 coordinator="a:1", n_processes=2, process_id=1, epochs=2.0,
                  init_from="a")
     assert config.without_launch_fields(cfg) == Config(lr=0.5, epochs=2.0, init_from="a")
     assert config.without_launch_fields(Config(steps=77)) == Config(steps=77)

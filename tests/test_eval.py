@@ -137,8 +137,9 @@ def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
             assert found[f"val_bits_per_byte{end}"] == pytest.approx(bits, rel=1e-5)
             line += f"  {bits:.3f} bits/byte"
         assert line in screen
-    speed = 16 * (math.ceil(len(labels["code"]) / 16) + math.ceil(len(labels["prose"]) / 16))
-    assert found["eval_tokens_per_s"] == pytest.approx(speed / found["eval_s"])
+    n_tokens = 16 * (size or 16)  # of a batch
+    n_batches = sum(math.ceil(len(labels[name]) / n_tokens) for name in ("code", "prose"))
+    assert found["eval_tokens_per_s"] == pytest.approx(n_batches * n_tokens / found["eval_s"])
     tflops = 2e6 * found["eval_tokens_per_s"] / jax.device_count() / 1e12  # forward alone
     assert found["eval_tflops_per_device"] == pytest.approx(tflops)
     assert json.loads(screen[-1]) == found
@@ -216,7 +217,7 @@ def test_the_end_of_a_run_has_the_best_validation_loss_of_all_launches(tiny, cap
     """The first of equal losses is the best, also over launches, and one that is not finite never
     is.
 
-    Break: train.py: if saved["validation"] == validation or not name => if not name
+    Break: train.py: progress["last_metrics"] = saved["last_metrics"] => pass
     """
     losses = {2: 1.5, 4: math.nan, 6: 1.5, 8: 1.75}
 

@@ -125,7 +125,7 @@ def randomness(cfg):
     run = train.setup_run(cfg)
     start = train.choose_start(run, None, None, None)
     programs = {"init": jax.random.key_data, "state": {"params": {}}}
-    _, key = train.load_start(run, start, programs, None, None)
+    _, _, key = train.load_start(run, start, programs, None, None)
 
     def preview(params, key, source, cfg):
         return [{"prompt": "", "text": str(jax.random.key_data(key).tolist())}]
@@ -137,12 +137,6 @@ def randomness(cfg):
 
 def prompts(cfg):
     return data.sample_prompts(cfg, data.make_tokenizer(cfg.tokenizer))
-
-
-def sampled_into(cfg):
-    """The files after mode sample."""
-    train.main(cfg)
-    return {*Path().glob("*.jsonl")}
 
 
 def drawn(cfg):
@@ -299,7 +293,6 @@ FIELDS = {
     "n_processes": (2, joined_as, JOINED),
     "process_id": (1, joined_as, JOINED | dict(n_processes=2)),
     "peer_timeout_s": (50.0, watchdog_limit, TINY),
-    "log_all_processes": (True, setup, TINY),
 
     "eval_batch_size": (24, loss, TINY),
     "save_end": (False, train.event_intervals, TINY),
@@ -307,7 +300,6 @@ FIELDS = {
 
     "chat": ("a", prompts, TINY | dict(tokenizer="chatty")),
     "prompts": ("lines.txt", prompts, TINY),
-    "samples_file": ("samples.jsonl", sampled_into, RUN | dict(mode="sample")),
     "temperature": (0.0, drawn, DRAWN),
     "top_k": (3, drawn, DRAWN),
     "top_p": (0.6, drawn, DRAWN),
@@ -400,7 +392,7 @@ RUNS = {
 }
 
 # Fields whose change is an error, and those that their base needs.
-REFUSED = {"resume", "explicit", "branch_from", "attention", "slices", "log_all_processes"}
+REFUSED = {"resume", "explicit", "branch_from", "attention", "slices"}
 NEEDED = {"allow_change", "eod_id"}
 
 

@@ -159,7 +159,7 @@ def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys
     """A resume has the commits of its run, though the branches have moved; a new run has the newer
     ones, and exports their tokenizer and config.
 
-    Break: train.py: saved = meta.get("config") => saved = {}
+    Break: train.py: earlier = re.findall(HUB_NAME, json.dumps(saved)) => earlier = []
     """
     files, embed = model_files(tmp_path)
     put(cache, "model", "o/n", COMMIT_1, files)
@@ -193,7 +193,6 @@ def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys
     newer["config.json"] = json.dumps(json.loads(newer["config.json"]) | {"pad_token_id": 3})
     put(cache, "model", "o/n", COMMIT_2, newer)
     put(cache, "dataset", "o/d", COMMIT_2, {"x/1.txt": text("b"), "val/1.txt": text("a")})
-    (tmp_path / "out/config.json").unlink()
     cfg = dataclasses.replace(cfg, steps=6)
     assert train.main(cfg)["step"] == 6
     saved = json.loads((tmp_path / "out/config.json").read_text())
@@ -212,7 +211,7 @@ def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys
 def test_a_run_that_was_killed_before_its_first_save_takes_the_same_files(cache, tiny):
     """The commits come from config.json, but not for --resume overwrite.
 
-    Break: train.py: or ckpt.read_json(Path(cfg.out_dir, "config.json")) => or {}
+    Break: train.py: saved = ckpt.read_json(Path(cfg.out_dir, "config.json")) => saved = {}
     """
     put(cache, "dataset", "o/d", COMMIT_2, {"1.txt": text("b")})
     cfg = tiny(data=("hf://datasets/o/d/*.txt=0.5", "README.md=0.5"), tokenizer="hf://o/n")
@@ -228,8 +227,6 @@ def test_a_run_that_was_killed_before_its_first_save_takes_the_same_files(cache,
     resolved = train.resolve_hub_names(dataclasses.replace(cfg, resume="overwrite"))
     assert resolved.data == (f"hf://datasets/o/d@{COMMIT_2}/*.txt=0.5", "README.md=0.5")
     assert resolved.tokenizer == f"hf://o/n@{COMMIT_2}"
-    with pytest.raises(ValueError, match=f"^init_from hf://o/n@{COMMIT_2}: has no config.json "):
-        train.main(tiny(init_from=("hf://o/n",), out_dir=cfg.out_dir + "2"))
 
 
 # ---- a server

@@ -22,11 +22,10 @@ JOB = ("--steps 4 --n_layers 2 --eval_every 2 --eval_batches 1 --save_every 2 --
 # Banners of the rooms of each feature, in any of the six files.
 FEATURES = [
     "trackers", "plot", "profiler", "hooks from files", "dynamic sources of parameters",
-    "best checkpoint", "branches of a run", "steps that are not finite",
-    "validation data that comes later", "LoRA", "experts", "loss in tiles", "MLP in tiles",
-    "rotary scaling", "dropout", "label smoothing", "rematerialization",
-    "attention by cuDNN, attention by Pallas", "attention by blocks", "document mask",
-    "loss scaling for float16", "optimizer in host memory", "weight statistics",
+    "best checkpoint", "branches of a run", "validation data that comes later", "LoRA", "experts",
+    "loss in tiles", "MLP in tiles", "rotary scaling", "dropout", "label smoothing",
+    "rematerialization", "attention by cuDNN, attention by Pallas", "attention by blocks",
+    "document mask", "loss scaling for float16", "optimizer in host memory", "weight statistics",
     "evaluation batches of another size", "mixtures", "examples", "names on the Hub",
     "locks of buckets"]
 
@@ -35,13 +34,10 @@ FEATURES = [
 EDITS = {
     "trackers": [
         ("train.py", '        "track": TRACKERS,\n', ""),
-        ("train.py", "[*OBSERVERS, *(TRACKERS[name] for name in cfg.track)]", "OBSERVERS"),
+        ("train.py", "(*OBSERVERS, *(TRACKERS[name] for name in cfg.track))", "OBSERVERS"),
     ],
     "plot": [("train.py", "console, plot)", "console)")],
-    "profiler": [
-        ("train.py", "(jsonl, trace_profile, console", "(jsonl, console"),
-        ("train.py", "[trace_profile, log_of_process]", "[log_of_process]"),
-    ],
+    "profiler": [("train.py", "(jsonl, trace_profile, console", "(jsonl, console")],
     "validation data that comes later": [
         ("train.py", "= val_data_at(run, step, progress)", '= run["val_data"]'),
     ],
@@ -158,7 +154,7 @@ def losses(folder, out_dir, cache_dir):
 def test_without_a_room_no_name_is_undefined(feature, tmp_path):
     """A few lines outside the rooms of a feature change, and then nothing uses them.
 
-    Break: train.py: for name in cfg.track)] => for name in [*cfg.track])]
+    Break: train.py: for name in cfg.track))] => for name in [*cfg.track]))]
     """
     n_lines = delete([feature], tmp_path)
     lint = subprocess.run(

@@ -155,7 +155,6 @@ def test_the_same_command_resumes_its_run(tiny, capsys, monkeypatch, tmp_path):
     assert train.cli(["--out_dir", folder]) == 0
     assert rows(folder, "end")[-1]["step"] == 6
     assert train.cli(["--out_dir", folder, "--steps", "12"]) == 0
-    assert "since the checkpoint: steps was 6, is 12\n" in capsys.readouterr().out
 
 
 # ---- any checkpoint, and the best one
@@ -204,7 +203,7 @@ def test_the_best_checkpoint(tiny, capsys):
 
 # ---- branches
 
-def test_a_branch_continues_the_run_that_it_leaves(tiny, capsys):
+def test_a_branch_continues_the_run_that_it_leaves(tiny):
     """With an equal config it is bit-identical, in a folder of its own, and resumes though the
     other run is gone.
 
@@ -232,10 +231,7 @@ def test_a_branch_continues_the_run_that_it_leaves(tiny, capsys):
 
     other = dataclasses.replace(run, out_dir=run.out_dir + "_other", lr=1e-3, batch_size=16,
                                 branch_from=f"{run.out_dir}@8")
-    capsys.readouterr()
     train.main(other)
-    printed = capsys.readouterr().out
-    assert "batch_size was 8, is 16; lr was 0.002, is 0.001\n" in printed
 
 
 def stop_by_hook(step):

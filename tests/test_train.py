@@ -214,7 +214,6 @@ def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch):
     Break: train.py: flops * units_per_s / jax.device_count() / 1e12 => flops * units_per_s / 1e12
     """
     monkeypatch.setattr(steplib, "peaks", lambda kind: (2.0, None))
-    monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=70_000))
     now, waits = [100.0], itertools.count(0, 0.125)  # each wait for data takes 0.125 s
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(data, "time", types.SimpleNamespace(perf_counter=lambda: next(waits)))
@@ -237,7 +236,7 @@ def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch):
     for row, goodput in ((four, 3.5 / 19), (eight, 7 / 133)):
         assert row["tokens"] == row["step"] * 8 * 16 and row["epoch"] == row["step"] * 8 / 30
         assert (row["step_s"], row["tokens_per_s"], row["data_wait_s"]) == (1, 128, 0.125)
-        assert row["goodput"] == goodput and row["memory_peak_bytes"] == 70_000 * 1024
+        assert row["goodput"] == goodput
         np.testing.assert_allclose(row["model_tflops_per_device"], 128 * flops / 8 / 1e12)
         np.testing.assert_allclose(row["mfu"], 128 * flops / 8 / 1e12 / 2)
         np.testing.assert_allclose(row["ppl"], np.exp(row["loss"]), rtol=1e-6)
@@ -257,23 +256,17 @@ def write_texts(tmp_path, texts):
     return str(path)
 
 
-def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_path, monkeypatch):
+def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_path):
     """A log row has NumPy's means by labels, also over a resume, and FLOPs of attended keys alone.
 
-    Break: train.py: new_sums(meta.get("since_log", {})) => new_sums({})
+    Break: train.py: in meta.get("since_log", {}).items(): => in ():
     """
-    steps, counts, add_up = {}, [], train.add_to_sums
-
-    def count(since_log):
-        counts.append(len(since_log["unread"]))
-        add_up(since_log)
+    steps = {}
 
     def keep(event, row):
         if event == "step":
             steps[row["step"]] = dict(row)
 
-    monkeypatch.setattr(train, "MAX_UNREAD_STEPS", 3)
-    monkeypatch.setattr(train, "add_to_sums", count)
     lengths = np.arange(2, 34) % 31 + 2  # with bos: an epoch of 32 documents is 4 steps
     texts = ["a" * (n - 1) for n in lengths]
     make = partial(
@@ -281,7 +274,6 @@ def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_pat
         dtype="float32", log_every=4, eval_every=0, save_every=3)
     straight = make(out_dir=str(tmp_path / "straight"))
     train.main(straight, hooks=[keep])
-    assert max(counts) == 3 and len(counts) > 3
     start, logged = rows(straight.out_dir, "start")[0], rows(straight.out_dir, "log")
     assert [row["step"] for row in logged] == [4, 8]
     for row in logged:
@@ -322,23 +314,18 @@ def test_without_log_every_only_a_step_that_is_not_finite_has_a_row(tiny):
     parsed = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
     logged = [row for row in parsed if row["event"] == "log"]
     assert [(row["step"], row["n_labels"], row["loss"]) for row in logged] == [
-        (7, 128, None), (8, 128, None)]
+        (7, 7 * 128, None), (8, 128, None)]
     assert logged[0]["deep"] == {"list": [1.0, None], "1": 3}
-    for step in ckpt.steps(Path(cfg.out_dir) / "ckpt"):
-        assert ckpt.read_meta(Path(cfg.out_dir) / "ckpt", step)["since_log"] == {}
 
 
 def test_batches_without_a_label_have_no_loss():
-    """Without any label the loss is NaN and is not printed.
+    """Without any label the loss is NaN.
 
-    Break: train.py: means[name] = np.nan => means[name] = 0.0
+    Break: train.py: if n_labels or np.ndim(total) else np.nan => if True else np.nan
     """
     metrics = {"counts": {"loss": 0.0, "acc": 0.0}, "loss": 0.0, "acc": 0.0, "n_labels": 0}
     means = train.metric_means(train.metric_sums(metrics))
     assert means["n_labels"] == 0 and np.isnan([means["loss"], means["acc"]]).all()
-    row = means | {"step": 2, "lr": 0.5, "tokens_per_s": 3.0}
-    assert train.format_log_row(row) == (
-        "step      2  lr 5.00e-01  3 tokens/s  1 steps without a label")
 
 
 def test_a_run_compiles_its_step_once_and_the_evaluation_when_it_is_needed(tiny, caplog):
@@ -405,14 +392,6 @@ def test_a_sample_shows_control_characters_as_escapes(capsys):
     samples = {"texts": ["a\x07b"], "prompts": ["a\x07"]}
     train.print_samples(samples)
     assert capsys.readouterr().out.splitlines()[1] == "a\\x07{+b+}"
-    reader, terminal = os.openpty()
-    with open(terminal, "w") as stdout, contextlib.redirect_stdout(stdout):
-        train.print_samples(samples)
-    shown = b""
-    while b"b\r\n" not in shown:
-        shown += os.read(reader, 999)
-    assert b"\x1b[2ma\\x07\x1b[0mb\r\n" in shown
-    os.close(reader)
 
 
 def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
@@ -428,23 +407,17 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
     assert len(preview["texts"][0]) == 16 and preview["texts"][0].startswith(prompt)
     output = capsys.readouterr().out
     assert f" sample --------\n{prompt}{{+{preview['texts'][0][8:]}+}}\n" in output
-    summary = train.main(dataclasses.replace(cfg, mode="sample"))
-    assert [summary["texts"], summary["prompts"]] == [preview["texts"], preview["prompts"]]
     (tmp_path / "text.txt").unlink()
-    train.main(dataclasses.replace(cfg, mode="sample"))
-    assert "samples begin with no text of the data, since it" in capsys.readouterr().out
+    summary = train.main(dataclasses.replace(cfg, mode="sample"))
+    assert summary["prompts"] == [""] and summary["texts"][0]
+    capsys.readouterr()
     flags = ["--mode", "sample", "--out_dir", tiny().out_dir, "--prompt", "12 bottles",
-             "--n_samples", "2", "--sample_tokens", "8", "--temperature", "1",
-             "--samples_file", str(tmp_path / "s.jsonl")]
-    assert train.cli(flags) == train.cli(flags) == 0
-    output = capsys.readouterr().out
-    saved = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
-    assert [row["prompt"] for row in saved] == ["12 bottles"] * 2
-    for row in saved:  # as in both calls
-        assert output.count(f"12 bottles{{+{train.printable(row['text'])}+}}\n") >= 2
-    with pytest.raises(ValueError, match="samples_file .*: no such folder"):
-        train.main(dataclasses.replace(cfg, mode="sample", samples_file=str(tmp_path / "a/b")))
-
+             "--n_samples", "2", "--sample_tokens", "8", "--temperature", "1"]
+    printed = []
+    for _ in range(2):
+        assert train.cli(flags) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and printed[0].count("12 bottles{+") == 2
     with pytest.raises(ValueError, match="mode sample: this task has no samples"):
         train.main(tiny(mode="sample"), (), train.TEXT | {"sample": None})
 
@@ -497,9 +470,9 @@ def test_modes_without_training_use_a_state_parameters_a_checkpoint_or_init_from
 
 
 def test_wrong_parameters_are_explained(tiny):
-    """Errors list wrong names, shapes and types of given parameters, and keys of a given state.
+    """Errors list wrong names, shapes and types of given parameters.
 
-    Break: train.py: config.raise_if_errors(errors, "the given parameters") => pass
+    Break: train.py: if jax.numpy.issubdtype(x.dtype, np.floating)} => }
     """
     cfg = tiny(mode="eval")
     params = {name: np.zeros(row["shape"], np.float32)
@@ -507,22 +480,18 @@ def test_wrong_parameters_are_explained(tiny):
     wrong = {name: x for name, x in params.items() if name != "embed"}
     wrong |= {"embedd": params["embed"], "final_norm": np.zeros(3)}
     for given, words in (
-            ({"params": wrong}, r"embedd: this model has no such parameter \(nearest: embed\)"),
-            ({"params": wrong}, "embed: is missing"),
-            ({"params": wrong}, r"final_norm: has shape \(3,\), must have \(32,\)"),
-            ({"params": params | {"embed": np.int32(params["embed"])}},
-             "embed: has dtype int32, must be a float"),
-            ({"state": {"params": params}}, "the given state: has no step; must be a dict")):
-        with pytest.raises(ValueError, match=words):
-            train.main(cfg, **given)
-    with pytest.raises(ValueError, match="the given state: has no .*opt"):
+            (wrong, r"\('embed', .*\('embedd', .*\('final_norm', \(3,\)\)"),
+            (params | {"embed": np.int32(params["embed"])}, r"\[\('embed', \(256, 32\)\)\]")):
+        with pytest.raises(ValueError, match=f"must be floats .*{words}"):
+            train.main(cfg, params=given)
+    with pytest.raises(KeyError, match="opt"):
         train.main(tiny(), state={"step": np.int32(0), "params": params})
 
 
-def test_a_resume_prints_what_changed_in_software_and_machine(tiny, monkeypatch, capsys):
-    """A resume prints the differences of machine and config; other data is an error unless allowed.
+def test_a_checkpoint_notes_machine_and_data(tiny, capsys):
+    """A checkpoint notes software, machine and data; other data is an error unless allowed.
 
-    Break: train.py: for kind in ("versions", "machine", "mesh"): => for kind in ():
+    Break: train.py: config.refused_changes(saved, current, cfg.allow_change) => []
     """
     train.main(tiny(steps=4))
     meta = ckpt.read_meta(Path(tiny().out_dir) / "ckpt", 4)
@@ -530,28 +499,14 @@ def test_a_resume_prints_what_changed_in_software_and_machine(tiny, monkeypatch,
     assert meta["machine"]["threads"] == len(os.sched_getaffinity(0))
     assert meta["machine"]["xla_flags"] == os.environ["XLA_FLAGS"]
     assert meta["machine"]["cpu"] and meta["versions"]["jaxlib"]
-    printed = capsys.readouterr().out
-    assert "since the checkpoint" not in printed and printed.count("\nexample ") == 2
+    assert capsys.readouterr().out.count("\nexample ") == 2
     train.main(tiny(steps=5))
-    printed = capsys.readouterr().out
-    assert "since the checkpoint: steps was 4, is 5\n" in printed and "\nexample " not in printed
-    assert "up to rounding" not in printed
-    train.print_warnings(tiny(steps=2, param_dtype="bfloat16"))
-    printed = capsys.readouterr().out
-    assert "param_dtype bfloat16: a step that moves a parameter by less than 1/256" in printed
-    assert "warmup_steps 2: lr rises in all 2 steps" in printed
-    machine = steplib.describe_machine
-    monkeypatch.setattr(steplib, "describe_machine", lambda device: machine(device) | {
-        "threads": 99, "driver": "new"})
+    assert "\nexample " not in capsys.readouterr().out
     text = Path(tiny().data[0])
     text.write_text(text.read_text().replace("beer", "wine"))
     with pytest.raises(ValueError, match="from other data or parameters: data was"):
         train.main(tiny(steps=6))
-    capsys.readouterr()
-    train.main(tiny(steps=6, allow_change=("data",)))
-    printed = capsys.readouterr().out
-    assert f"since the checkpoint: threads was {meta['machine']['threads']}, is 99; " in printed
-    assert "is 'new'. The run continues" in printed
+    assert train.main(tiny(steps=6, allow_change=("data",)))["step"] == 6
 
 
 def test_hooks_receive_every_event_and_saves_have_their_digest(tiny):
@@ -624,7 +579,7 @@ def test_hooks_are_loaded_from_the_command_line(tiny, tmp_path, capsys):
 def test_only_errors_that_the_six_files_raise_are_one_sentence(monkeypatch, capsys):
     """A ValueError that no `raise` of the six files made keeps its traceback.
 
-    Break: train.py: in files and last.line.startswith("raise") => in files
+    Break: train.py: is_ours and last.line.startswith("raise") => True
     """
     def interrupt():
         raise KeyboardInterrupt
@@ -665,7 +620,7 @@ def test_lora_tunes_a_trained_model_and_saves_only_its_factors(tiny, tmp_path, c
     assert row["val_loss"] == straight["val_loss"] < before
     output = " ".join(capsys.readouterr().out.split())
     assert "from its own checkpoint, at step 4" in output
-    assert "13 of 27 parameters from " in output and "will be trained" not in output
+    assert "13 of 27 parameters from " in output
     _, _, output = output.partition("parameters on")  # after the flags of the run
     assert ".lora_" not in output  # parameters of its own checkpoint are not listed
     more = make(mode="eval", init_from=(base.out_dir, half.out_dir), out_dir=str(tmp_path / "more"))
@@ -675,7 +630,7 @@ def test_lora_tunes_a_trained_model_and_saves_only_its_factors(tiny, tmp_path, c
         with pytest.raises(ValueError, match=words):
             train.main(dataclasses.replace(more, **change, out_dir=str(tmp_path / "none")))
     train.main(dataclasses.replace(base, steps=9))  # the base run gets a newer checkpoint
-    with pytest.raises(ValueError, match=r"init_from was \[.*, is \[.*: bring it back"):
+    with pytest.raises(ValueError, match=r"init_from was \[.*, is \[.* \(on purpose"):
         train.main(make(steps=9, out_dir=half.out_dir))
 
 
@@ -827,9 +782,6 @@ def test_an_observer_neither_changes_nor_ends_a_run(tiny, monkeypatch, capsys):
     assert meta["config"] == json.loads(json.dumps(asked_for))
     assert [(row["step"], row["at"]) for row in rows(cfg.out_dir, "log")] == [(1, "a"), (2, "a")]
     assert not rows(cfg.out_dir, "end")
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="track own wandb: pip install wandb"):
-        train.main(tiny(track=("own", "wandb"), resume="overwrite"))
 
 
 def test_an_observer_that_raises_hides_no_error_of_the_run(tiny, monkeypatch, capsys):
@@ -905,10 +857,10 @@ def test_the_plot_shows_the_log(tmp_path, monkeypatch):
     assert struct.unpack(">II", (tmp_path / "plot.png").read_bytes()[16:24]) == (1000, 600)
 
 
-def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
-    """Each event has its exact line; on a terminal a progress bar replaces most log lines.
+def test_the_console_prints_lines_and_a_progress_bar(monkeypatch, capsys):
+    """Each event has its exact line; a terminal also has a progress bar.
 
-    Break: train.py: if bar.disable or row["step"] => if row["step"]
+    Break: train.py: disable=not is_terminal(sys.stderr), => disable=False,
     """
     class Bar:
         write = staticmethod(train.tqdm.write)
@@ -965,9 +917,8 @@ def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
         "set_postfix_str", "loss 2.3457  12,346 pixels/s", ("refresh", False))]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     observe = train.console(cfg)
-    assert printed_by(observe, *events) == compiled + rest and calls[0] == ("bar", 90, 3, False)
-    later = [("log", row | {"step": step}) for step in (11, 12, 13, 20, 21)]
-    assert re.findall(r"step +(\d+)  loss", printed_by(observe, *later)) == ["12", "21"]
+    assert printed_by(observe, *events) == compiled + log + rest
+    assert calls[0] == ("bar", 90, 3, False)
     assert printed_by(observe, ("error", {"error": "of it"})) == "" and calls == [("close",)]
     for change, words in (
             ({}, "stopped: SIGTERM; 62 s, saved in it\n"
@@ -1008,8 +959,7 @@ def test_on_nonfinite_stops_or_raises(tiny, capsys):
     assert rows(cfg.out_dir, "error")[0]["error"].startswith(f"FloatingPointError: {words}")
     row, = rows(cfg.out_dir, "nonfinite")
     assert (row["step"], row["loss"]) == (1, None)
-    assert row["grads"] == sorted(train.setup_run(cfg)["table"])
-    words = "step      1  not finite: loss nan, gradients ['embed', 'final_norm', 'layers."
+    words = "step      1  loss nan, or a gradient, is not finite; try a lower --lr"
     assert words in capsys.readouterr().out
 
 
@@ -1193,7 +1143,7 @@ def test_hooks_request_events_and_stops(tiny):
 
     def first(event, row):
         if event == "log" and row["step"] == 8:
-            return row | {"request": "save"}
+            return row | {"request": ["save"]}
         return row | {"stop": "three epochs"} if event == "epoch" and row["epoch"] == 3 else None
 
     def second(event, row):
@@ -1264,7 +1214,7 @@ def counting(counts):
         if event == "before_save":
             return value | {"hooks": value["hooks"] | {"counts": counts}}
         if event in ("eval", "log") and value["step"] == 4:
-            return value | {"request": "eval" if event == "eval" else "sample"}
+            return value | {"request": ["eval" if event == "eval" else "sample"]}
         return None
     return hook
 
@@ -1318,7 +1268,7 @@ def test_wrong_hooks_are_named(tiny):
     with pytest.raises(ValueError, match="dropout 0.25: the loss takes no train_keys, so it would"):
         train.main(tiny(dropout=0.25, out_dir=tiny().out_dir + "2"), [takes_no_train_keys])
     with pytest.raises(AssertionError, match="hooks request {'evall'}: events are"):
-        setup = {"cfg": config.Config(), "hooks": [lambda event, row: row | {"request": "evall"}]}
+        setup = {"cfg": config.Config(), "hooks": [lambda event, row: row | {"request": ["evall"]}]}
         train.log_row(setup, [], train.init_progress(0.0), "log", {"step": 4})
     cfg = tiny(eval_every=0, resume="overwrite", save_every=0, log_every=4)
     assert train.main(cfg, [adds])["step"] == 8
@@ -1392,23 +1342,19 @@ def test_an_export_that_fails_is_reported(tiny):
     assert summary["checkpoint"] and ckpt.latest(Path(cfg.out_dir) / "ckpt") == 1
 
 
-def test_a_cache_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch, capsys):
-    """The default folder is a notice; a given cache_dir is an error.
+def test_the_folder_of_compiled_programs(tmp_path, monkeypatch):
+    """JAX keeps each program in the folder; if it cannot be written, JAX warns and compiles.
 
-    Break: train.py: if cfg.cache_dir != config.Config.cache_dir: => if True:
+    Break: step.py: os.path.expanduser(folder) or None => folder
     """
     monkeypatch.setenv("HOME", str(tmp_path))
-    train.use_compilation_cache(tiny(cache_dir="~/some/cache"))
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "some/cache")
-    assert (tmp_path / "some/cache").is_dir()
-    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+    steplib.enable_compilation_cache("~/some/cache")
+    jax.jit(lambda x: x * 2 + 1)(3.0)
+    assert any((tmp_path / "some/cache").iterdir())
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    train.use_compilation_cache(tiny(cache_dir=config.Config.cache_dir))
-    assert "compiled programs are not kept between runs" in capsys.readouterr().out
-    assert jax.config.jax_compilation_cache_dir is None
-    with pytest.raises(ValueError, match="cache_dir .*file/cache.*: cannot be written"):
-        train.use_compilation_cache(tiny(cache_dir=str(tmp_path / "file/cache")))
+    steplib.enable_compilation_cache(str(tmp_path / "file/cache"))
+    with pytest.warns(UserWarning, match="persistent compilation cache"):
+        assert jax.jit(lambda x: x * 2 + 3)(3.0) == 9
 
 
 @pytest.mark.slow
@@ -1460,7 +1406,7 @@ def test_the_console_fits_80_columns(tiny, tmp_path):
     assert text.index("parameters on 8 x cpu") < text.index("compiling the training step, for 20")
     assert text.index("config:") < text.index("parameters on")
     steps = [int(step) for step in re.findall(r"^step +(\d+)  loss .* tokens/s", text, re.M)]
-    assert steps == [4, 8, 12, 16, 20]  # a tenth of the steps is 2
+    assert steps == [4, 8, 12, 16, 20]
     bars = [line for line in lines if re.match(r"\d+/20 \|", line)]
     assert bars and all(len(line.split("|")[1]) > 10 for line in bars), bars
     assert any("loss" in line and "tokens/s" in line for line in bars)
@@ -1479,7 +1425,7 @@ def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, tmp_pat
     """It resumes from the checkpoint before, between two log rows, also with dropout and a hook of
     the loss. init_from takes that checkpoint too.
 
-    Break: train.py: meta = ckpt.read_meta(start["root"], saved_step) => pass
+    Break: train.py: meta = ckpt.read_meta(root, step) => pass
     """
     make = partial(tiny, steps=12, schedule="cosine", log_every=3, dropout=0.25,
                    hooks=(f"{ROOT}/tests/recipes/hooks.py:weight_norm",))
@@ -1656,14 +1602,12 @@ def test_a_resumed_float16_run_is_bit_identical(tiny, tmp_path, monkeypatch):
     assert "scale" not in train.main(make(dtype="float32", steps=9))["state"]
 
 
-def test_a_trained_parameter_that_is_not_saved_is_printed(tiny, capsys):
+def test_a_trained_parameter_that_is_not_saved(tiny, capsys):
     """A resume initializes it, an evaluation refuses.
 
-    Break: train.py: print0(f"save_exclude: {', '.join(trained)} will => print(f"{',
-    '.join(trained)} may
+    Break: train.py: errors.append(f"no source in init_from has {name}") => pass
     """
     train.main(tiny(steps=1, eval_every=0, save_exclude=("embed",)))
-    assert "save_exclude: embed will be trained and not saved: " in capsys.readouterr().out
     train.main(tiny(steps=2, eval_every=0, save_exclude=("embed",)))
     assert "1 of 13 parameters from a fresh initialization: embed" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no source in init_from has embed"):
@@ -1835,7 +1779,8 @@ def test_an_error_in_an_evaluation_saves_first(tiny, monkeypatch):
 def test_the_best_checkpoint_belongs_to_its_validation_data(tiny, tmp_path):
     """With other data the best values begin again; a finished run evaluates them.
 
-    Break: train.py: and best["validation"] == validation => and True
+    Break: train.py: if is_same and meta["progress"]["validation"] == run["validation"]: =>
+    if is_same:
     """
     for name, text in (("easy", "a" * 4000), ("hard", "The quick brown fox. " * 200)):
         (tmp_path / f"{name}.txt").write_text(text)
@@ -1856,7 +1801,7 @@ def test_the_best_checkpoint_belongs_to_its_validation_data(tiny, tmp_path):
 def test_a_run_stops_as_requested_and_continues(tiny, capsys):
     """A metric, a number of steps, the stop file; a condition that holds ends a resume.
 
-    Break: train.py: for name, value in saved["last_metrics"].items(): => for name in ():
+    Break: train.py: progress["last_metrics"] = saved["last_metrics"] => pass
     """
     cfg = tiny(stop=("val_loss<9",), save_every=0)
     out = Path(cfg.out_dir)
@@ -1937,21 +1882,14 @@ def test_two_processes_train_like_one(tiny, tmp_path):
     """
     cfg = tiny(**TWO, sample_tokens=6, sample_every=4, temperature=0.0, profile="3:3",
                out_dir=str(tmp_path / "two"), export=str(tmp_path / "two_exported"))
-    runs = two(cfg, "--log_all_processes")
+    runs = two(cfg)
     alone = dataclasses.replace(cfg, out_dir=str(tmp_path / "one"), profile="",
                                 export=str(tmp_path / "one_exported"))
     train.main(alone)
     (code_0, output_0), (code_1, output_1) = [ended(*run) for run in runs]
     assert (code_0, code_1) == (0, 0), output_0 + output_1
     assert "done:" in output_0 and "done:" not in output_1 and "\nconfig: " not in output_1
-    loss_line = r"^{}step +(\d+)  (loss [\d.]+)  lr .* tokens/s  data wait .* s$"
-    main_lines = re.findall(loss_line.format(""), output_0, re.M)
-    assert len(main_lines) == 8
-    assert re.findall(loss_line.format("process 1  "), output_1, re.M) == main_lines
-    profile = Path(cfg.out_dir, "profile")
-    for folder in (profile / "plugins", profile / "process_1"):
-        assert len(list(folder.rglob("*.xplane.pb"))) == 1
-    assert not config.load(f"{cfg.out_dir}/config.json").log_all_processes
+    assert len(list(Path(cfg.out_dir, "profile").rglob("*.xplane.pb"))) == 1
     for actual, expected in zip(losses(cfg.out_dir)[:2], losses(alone.out_dir)[:2], strict=True):
         np.testing.assert_allclose(np.array(actual), np.array(expected), rtol=2e-6)
     actual, expected = arrays(cfg.out_dir), arrays(alone.out_dir)
@@ -1983,7 +1921,7 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
                     "    if event == 'log' and jax.process_index() and value['step'] == 14:\n"
                     "        os.kill(os.getpid(), signal.SIGTERM)\n"
                     "    if event == 'log' and jax.process_index() and value['step'] == 7:\n"
-                    "        return value | {'request': 'save'}\n"
+                    "        return value | {'request': ['save']}\n"
                     "    if event == 'before_save' and value['why'] == 'request':\n"
                     "        return value | {'skip': '' if jax.process_index() else 'not now'}\n"
                     "def more(cfg, parts):\n"
@@ -2165,7 +2103,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tiny, moment):
 def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
     """Bad values and unreadable files give exit code 2 and a sentence before compilation.
 
-    Break: train.py: if not isinstance(error, ValueError): => if True:
+    Break: train.py: return isinstance(error, ValueError) and => return False and
     """
     (tmp_path / "file").write_text("")
     (tmp_path / "ids.bin").write_bytes(np.full(1000, 999, np.uint16).tobytes())
@@ -2375,9 +2313,8 @@ def test_a_plan_combines_flags_until_the_step_fits(tiny, monkeypatch):
             "batch": lambda cfg: {"x": ((cfg.batch_size, 64, 8), jnp.float32, P("fsdp"))},
             "memory_flags": lambda sp, cfg: [{"remat": "full"}, {"mlp_tiles": 8}]}
 
-    def planned(measure=False, **changes):
-        run = train.setup_run(tiny(batch_size=64, mode="plan", **changes), task)
-        return train.estimate(run, measure)
+    def planned(**changes):
+        return train.estimate(train.setup_run(tiny(batch_size=64, mode="plan", **changes), task))
 
     all_at_once, rows, least = (planned(**changes)["peaks"]["a step"] for changes in (
         {}, dict(grad_accum_steps=64), dict(grad_accum_steps=64, mlp_tiles=8)))
@@ -2385,7 +2322,7 @@ def test_a_plan_combines_flags_until_the_step_fits(tiny, monkeypatch):
     for limit, names in (((all_at_once + rows) // 2, ["grad_accum_steps"]),
                          ((rows + least) // 2, ["grad_accum_steps", "mlp_tiles"])):
         monkeypatch.setattr(steplib, "memory_limit", lambda mesh, limit=limit: limit)
-        flags = planned(True)["error"].partition("to change: ")[2]
+        flags = planned()["error"].partition("to change: ")[2]
         found = {name: int(value) for name, value in re.findall(r"--(\w+) (\S+)", flags)}
         assert list(found) == names, flags
         fitting = planned(**found)
@@ -2494,7 +2431,7 @@ def run_failing_tracker(make, cfg, start=0):
     params = {"w": jnp.asarray(WEIGHTS), "gain": jnp.ones(8)}
     stats = steplib.weight_stats(
         1, params, {name: 2 * x for name, x in params.items()},
-        types.SimpleNamespace(watch=("w", "gain"), log_every=1))
+        types.SimpleNamespace(watch=("w", "gain"), log_every=1, steps=2))
     watch = jax.tree.map(lambda x: np.asarray(x).tolist(), stats)
     for step in range(start + 1, 3):
         observe("log", {"step": step, "loss": 3.0 - step, "watch": watch})
