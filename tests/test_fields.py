@@ -124,7 +124,7 @@ def randomness(cfg):
     """The keys of the initialization and of a sample, and the first batch."""
     run = train.setup_run(cfg)
     start = train.choose_start(run, None, None, None)
-    programs = {"init": jax.random.key_data, "state": {"params": {}}}
+    programs = {"init": lambda key, params: jax.random.key_data(key), "state": {"params": {}}}
     _, _, key = train.load_start(run, start, programs, None, None)
 
     def preview(params, key, source, cfg):
