@@ -284,7 +284,7 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
             began = time.perf_counter()
             is_reported = False
             # Wait in short pieces, to look for a stop request in between.
-            while not wait([item], timeout=0.1).done:
+            while not (item.done() or wait([item], timeout=0.1).done):
                 if stopped():
                     return
                 if i in missing and not is_reported:

@@ -558,6 +558,8 @@ def log_step(run, progress):
     step, metrics = pending["step"], pending["metrics"]
 
     # Wait for the step. The seconds in which the loop waited for its data are no part of it.
+    if run["is_synchronous"]:  # on the host: views take a quarter of the time of device_get
+        metrics = jax.tree.map(np.asarray, metrics)
     values = jax.device_get({name: x for name, x in metrics.items() if name != "watch"})
     finite = bool(values.pop("finite"))
     timers["seconds"]["step"] -= pending["waited_s"]
@@ -1568,9 +1570,9 @@ def poll_stop(run, step, progress, is_waiting=False):
         return stop_reason(run, step, progress)
 
     # The file out_dir/save. Process 0 deletes it for all.
-    save_file = Path(cfg.out_dir, "save")
-    if is_main() and save_file.is_file():
-        save_file.unlink(missing_ok=True)
+    save_file = f"{cfg.out_dir}/save"
+    if is_main() and os.path.isfile(save_file):
+        Path(save_file).unlink(missing_ok=True)
         progress["requests"].add("save")
     # A signal, the file out_dir/stop, or a hook, after the events that hooks have requested.
     events = sorted(progress["requests"])
