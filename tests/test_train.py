@@ -1833,8 +1833,7 @@ def test_a_run_stops_as_requested_and_continues(tiny, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_resumes_bit_identical_on_its_mesh_and_within_rounding_on_others(
-        tiny, tmp_path, capsys):
+def test_a_run_resumes_bit_identical_on_its_mesh_and_within_rounding_on_others(tiny, tmp_path):
     """On fewer devices losses of packed documents agree to 2e-6.
 
     Break: ckpt.py: ranges = [range(n)[part] for => ranges = [range(n) for
@@ -1851,9 +1850,7 @@ def test_a_run_resumes_bit_identical_on_its_mesh_and_within_rounding_on_others(
     for sizes in (mesh, dict(tp=1, sp=1)):
         out = tmp_path / f"tp{sizes['tp']}"
         shutil.copytree(half.out_dir, out)
-        capsys.readouterr()
         train.main(dataclasses.replace(half, out_dir=str(out), **sizes))
-        assert ("tp was 2, is 1" in capsys.readouterr().out) == (sizes is not mesh)
         for actual, expected in zip(losses(out)[:2], losses(straight.out_dir)[:2], strict=True):
             np.testing.assert_allclose(np.array(actual), np.array(expected), rtol=2e-6)
         if sizes is mesh:
