@@ -161,7 +161,7 @@ def test_killed_in_a_window_it_resumes_bit_exactly_over_8_devices(planted):
 def test_a_day_that_appears_during_the_run_is_evaluated_and_then_trained_on(planted, tmp_path):
     """The run waits with one event; the next day is evaluated, and then trained on.
 
-    Break: tests/recipes/windows.py: return "" if name in names else name => return name
+    Break: tests/recipes/windows.py: return () if name in names else => return
     """
     cfg = planted(1, 1024, wait_s=60.0, steps=10, epochs=0.0)
     events = []

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import os
 import shutil
 import sys
 import threading
@@ -21,22 +22,24 @@ sys.path[:0] = [str(ROOT / "tests/recipes")]
 import windows
 
 from test_real_data import SIMPLE_TEMPLATE, USER, few_answers, save_folder, write_rows
+from test_recipes import assert_same_arrays, kill_at, killed_and_resumed
 from test_train import losses, rows
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """folder(**fields): training data in windows of a folder of small texts, as a task opens it;
     and a function that adds a file of n letters to it.
     """
     (tmp_path / "days").mkdir()
-    monkeypatch.setattr(windows, "REST_S", 0.0)
 
     def add(name, letter, n):
-        (tmp_path / "days" / name).write_text(letter * n)
+        path = tmp_path / "days" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(letter * n)
 
     def make(**fields):
-        fields = dict(batch_size=4, seq_len=5,
+        fields = dict(batch_size=4, seq_len=5, rest_s=0.0,
                       data=(str(tmp_path / "days" / "*.txt"),)) | fields
         cfg = windows.WindowsConfig(
             out_dir=str(tmp_path / "out"), token_cache=str(tmp_path / "p"), **fields)
@@ -70,13 +73,13 @@ def test_windows_come_one_after_the_other(folder, tmp_path, capsys):
     assert "".join(letters(train, range(9))) == 2 * (4 * "a" + 8 * "b" + 6 * "c")
     days = tmp_path / "days"
     about = f"3 windows, from {days / 'day1.txt'} to {days / 'day10.txt'}"
-    first = f"{days / 'day1.txt'}: 21 tokens, 4 sequences, 1 documents"
+    first = "in the first: 21 tokens, 4 sequences, 1 documents"
     assert (train["n"], train["summary"].splitlines()) == (18, [about, first])
     assert [train["n_finished"](step) for step in range(6)] == [0, 1, 1, 2, 2, 3]
     (tmp_path / "out/windows.jsonl").unlink()
     fresh = make()  # asks for the next file just where the first ends
     assert letters(fresh, [0]) == ["aaaa"]
-    assert fresh["next_window"](1) == str(days / "day2.txt") and fresh["next_window"](2) == ""
+    assert fresh["next_files"](1) == (str(days / "day2.txt"),) and fresh["next_files"](2) == ()
     assert [w["name"][-8:] for w in train["windows"](3)] == ["day1.txt", "day2.txt", "ay10.txt"]
 
 
@@ -99,12 +102,44 @@ def test_caps_and_repeats(fields, wanted, folder):
     assert [*dict.fromkeys(epochs)] == list(range(epochs[-1] + 1))
 
 
+def test_a_day_is_all_files_with_its_text(folder, tmp_path):
+    """Files in whose paths {day} stands for the same text are one window; all of {day} in a path
+    must be equal. window_steps caps each pass over it. A file without a day is refused, and so is
+    one that joins a window after it began.
+
+    Break: tests/recipes/windows.py: (*found.get(name, ()), path) => (path,)
+    """
+    make, add = folder
+    for name, letter in (("day10/x.txt", "c"), ("day2/x.txt", "a"), ("day2/y.txt", "b")):
+        add(name, letter, 19)
+    train = make(data=(str(tmp_path / "days/{day}/*.txt"),))
+    found = letters(train, range(3))
+    assert {*found[0], *found[1]} == {"a", "b"} and found[2] == "cccc"
+    assert [window["name"] for window in train["windows"](2)] == ["day2", "day10"]
+    (tmp_path / "out/windows.jsonl").unlink()
+    add("3/3-x.txt", "d", 39)
+    add("3/4-x.txt", "e", 39)
+    globs = [str(tmp_path / "days" / name) for name in ("d{day}/?.txt", "{day}/{day}-*.txt")]
+    with pytest.raises(ValueError, match="4-x.txt: has no day; each of --data needs {day}"):
+        make(data=globs)
+    (tmp_path / "days/3/4-x.txt").unlink()
+    train = make(data=globs, window_steps=1)
+    found = letters(train, range(4))
+    assert found[0] == "dddd" and {*found[1], *found[3]} <= {"a", "b", "d"}
+    assert train["n"] == 12 and [window["name"] for window in train["windows"](3)] == [
+        "3", "ay2", "ay10", "3"]
+    add("day2/z.txt", "d", 19)
+    with pytest.raises(ValueError, match="ay2: had 2 files when it began, and has more"):
+        letters(train, [4])
+
+
 def test_a_growing_folder(folder, tmp_path):
     """A file that appears while an earlier one is read comes next. Opened again, a run has the same
     batches although the folder has grown, also from the checkpoint's list alone. A file that has
     changed since is refused, also one with as many examples.
 
-    Break: tests/recipes/windows.py: if begun: => if False:
+    Break: tests/recipes/windows.py: _read_jsonl(windows["path"]) or windows["order"] =>
+    windows["order"]
     """
     make, add = folder
     add("1.txt", "a", 39)
@@ -186,9 +221,10 @@ def test_waiting_for_a_window(folder, tmp_path, capsys):
 
 
 def test_a_file_that_is_still_copied(tmp_path):
-    """A file of a growing folder is read once its size has rested, not before.
+    """A file of a growing folder is read rest_s after its last change, not before, although a copy
+    has an old time of modification.
 
-    Break: tests/recipes/windows.py: time.time() - os.path.getmtime(name) < REST_S => REST_S < 0
+    Break: tests/recipes/windows.py: os.stat(path).st_ctime => os.stat(path).st_mtime
     """
     folder = tmp_path / "days"
     folder.mkdir()
@@ -203,6 +239,7 @@ def test_a_file_that_is_still_copied(tmp_path):
         for _ in range(4):
             file.write("b" * 10)
             file.flush()
+            os.utime(file.name, (0, 0))
             assert source["batch"](1, rows) is None
             time.sleep(0.3)
     deadline = time.monotonic() + 30
@@ -295,6 +332,41 @@ def test_a_run_in_windows_resumes_after_the_folder_has_grown(days, tmp_path):
                     data=(str(tmp_path / "in_order/*.txt"),))
     train.main(straight, task=windows.TASK)
     assert losses(straight.out_dir) == losses(cfg.out_dir)
+
+
+def train_days(cfg, kill_step=0):
+    seen = []
+
+    def watch(event, value):
+        if event == "val_data":
+            seen.append(chr(int(value["tokens"].max())))
+
+    return train.main(cfg, [kill_at(kill_step), watch], task=windows.TASK) | {"seen": seen}
+
+
+@pytest.mark.slow
+def test_capped_days_are_evaluated_on_the_next_one_and_resume_bit_exactly(days, tmp_path):
+    """A day is a folder of files, of which a pass takes two steps. After it the run evaluates on
+    the next day; after the last day it does not. A run that was killed within a day ends with the
+    parameters, moments and evaluations of one that was not.
+
+    Break: tests/recipes/windows.py: min(window["n"], most or window["n"]) => window["n"]
+    """
+    for day, letter in ((1, "a"), (2, "b"), (9, "c")):
+        (tmp_path / f"folders/day={day}").mkdir(parents=True)
+        for part in "xy":
+            path = tmp_path / f"folders/day={day}/{part}.txt"
+            path.write_text((letter + part.upper()) * 200)
+    cfg = days(steps=7, save_every=1, window_steps=2, val_data=(), eval_batches=1,
+               data=(str(tmp_path / "folders/day={day}/*.txt"),))
+    summary = train_days(cfg)
+    assert summary["seen"] == ["b", "c"]
+    killed = dataclasses.replace(cfg, out_dir=cfg.out_dir + "_killed")
+    killed_and_resumed(killed, 4, train_days)
+    assert_same_arrays(cfg, killed)
+    found = [[(row["step"], row["val_loss"]) for row in rows(run.out_dir, "eval")]
+             for run in (cfg, killed)]
+    assert found[0] == found[1] and [step for step, _ in found[0]] == [2, 4]
 
 
 def test_a_new_run_ignores_the_windows_of_an_earlier_run(days):

@@ -3,9 +3,9 @@
 
 python tests/recipes/clicks.py --data 'out/days/*.npz'  # make_clicks.py can write such files
 
-A day is an .npz file: "label" [n] of 0 and 1, "dense" [n, n_dense], and for each --tables entry
-NAME=ROWS:VALUES an array NAME [n, VALUES] of 64-bit ids. NAME_n [n] is optional: the number of ids
-of each example that count.
+A day is an .npz file, or several: see windows.py. A file has "label" [n] of 0 and 1, "dense" [n,
+n_dense], and for each --tables entry NAME=ROWS:VALUES an array NAME [n, VALUES] of 64-bit ids.
+NAME_n [n] is optional: the number of ids of each example that count.
 """
 import sys
 import zipfile
@@ -268,6 +268,12 @@ def read_day(path, cfg):
     return {name: day[name].astype(dtype) for name, (_, dtype, _) in batch_shapes(cfg).items()}
 
 
+def read_files(paths, cfg):
+    """read_day of several files, joined."""
+    parts = [read_day(path, cfg) for path in paths]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
 def read_arrays(path, names):
     """{name: array} of these names, as far as a file has them. Raises ValueError for a file or an
     array that cannot be read.
@@ -357,47 +363,38 @@ def open_days(parts, cfg):
     """Training data day by day. Validation data are --val_data, or else the next day."""
     val_sets = data.named_sets(cfg.val_data)  # the name of one without a name is ""
     groups = {f"val_data {name}".strip(): files for name, files in val_sets.items()}
-    groups["data"] = cfg.data
+    groups["data"] = windows.globs(cfg)
     data.check_disjoint(groups)
-    day_of = lru_cache(4)(partial(read_day, cfg=cfg))
+    day_of = lru_cache(4)(partial(read_files, cfg=cfg))
 
-    def size_of(name):
-        return len(day_of(name)["label"])
+    def size_of(files):
+        return len(day_of(files)["label"])
 
-    def read(name, examples):
-        return {key: x[examples] for key, x in day_of(name).items()}
+    def read(files, examples):
+        return {key: x[examples] for key, x in day_of(files).items()}
 
     def open_val_files(patterns):
         val_files = data.expand(patterns, field="val_data")
-        source = open_val([str(file) for file in val_files], day_of, cfg)
+        source = open_val([(str(file),) for file in val_files], day_of, cfg)
         if not source["n"]:
             config.raise_if_errors(
                 ["no file here has an example"], f"val_data {' '.join(patterns)}")
         return source
 
     val = {name: open_val_files(files) for name, files in val_sets.items()}
-
-    days = None
-    if "train" in parts:
-        days = windows.in_windows(cfg, size_of, read)
-
-    def next_day_at(step):
-        name = days["next_window"](step)
-        if not name:  # None: the next day is missing yet; "": no day ends at this step
-            return name
-        return open_val([name], day_of, cfg)
-
-    if days and not val:
-        val = {"": {"source_at": next_day_at}}
-    return {"train": days, "val": val}
+    if "train" not in parts:
+        return {"train": None, "val": val}
+    days = windows.in_windows(cfg, size_of, read)
+    next_day = windows.next_of(days, lambda files: open_val([files], day_of, cfg))
+    return {"train": days, "val": val or next_day}
 
 
-def open_val(names, day_of, cfg):
-    """A source of these days, one after the other, each sorted by group.
+def open_val(days, day_of, cfg):
+    """A source of these days, one after the other, each sorted by group. days: tuples of files.
 
     A group that two batches, or two microbatches, divide is ranked in each of them separately.
     """
-    orders = [np.lexsort(day_of(name)["group"].T) for name in names]
+    orders = [np.lexsort(day_of(files)["group"].T) for files in days]
     ends = np.cumsum([len(order) for order in orders])
     n = int(ends[-1])
 
@@ -410,10 +407,10 @@ def open_val(names, day_of, cfg):
         ascending = np.minimum(positions[by_position], n - 1)
         day_index = np.searchsorted(ends, ascending, side="right")
         pieces = []
-        for day in np.unique(day_index):
-            offsets = ascending[day_index == day] - ends[day] + len(orders[day])
-            examples = orders[day][offsets]
-            pieces.append({key: x[examples] for key, x in day_of(names[day]).items()})
+        for i in np.unique(day_index):
+            offsets = ascending[day_index == i] - ends[i] + len(orders[i])
+            examples = orders[i][offsets]
+            pieces.append({key: x[examples] for key, x in day_of(days[i]).items()})
         back = by_position.argsort()
         found = {}
         for key in pieces[0]:
