@@ -32,6 +32,7 @@ import clicks
 import digits
 import distill
 import dpo
+import endless
 import on_ray
 import tune
 
@@ -55,6 +56,7 @@ FLAGS = {
     "dpo.py": SMALL,
     "distill.py": SMALL,
     "windows.py": SMALL,
+    "endless.py": SMALL,
     "clicks.py": "--stop 2 --eval_batches 1 --tables user=2^8 item=2^8 category=2^8 history=2^8:4",
     "audit.py": "--first 1 --last 2",
     "chat.py": "--sample_tokens 2",
@@ -70,7 +72,8 @@ NAMING_FLAGS = {
 # The config of each program that reads flags as train.py does.
 CONFIGS = {
     "train.py": config.Config, "plan.py": plan.PlanConfig, "clicks.py": clicks.ClicksConfig,
-    "windows.py": clicks.windows.WindowsConfig, "digits.py": digits.DigitsConfig,
+    "windows.py": clicks.windows.WindowsConfig,
+    "endless.py": endless.EndlessConfig, "digits.py": digits.DigitsConfig,
     "distill.py": distill.DistillConfig, "dpo.py": dpo.DpoConfig, "tune.py": tune.SweepConfig,
     "on_ray.py": on_ray.RayConfig}
 
