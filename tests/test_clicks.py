@@ -184,9 +184,10 @@ def test_a_day_that_appears_during_the_run_is_evaluated_and_then_trained_on(plan
 
 
 def test_validation_data_are_all_files_of_all_globs(planted, tmp_path):
-    """An evaluation has each example of all globs once, day by day, each day sorted by user.
+    """An evaluation has each example of all globs once, day by day, each day sorted by user. A day of
+    training data may have several files.
 
-    Break: tests/recipes/clicks.py: [str(file) for file in val_files] => [str(val_files[0])]
+    Break: tests/recipes/clicks.py: [(str(file),) for file in val_files] => [(str(val_files[0]),)]
     """
     cfg = planted(4, 300, data=(str(tmp_path / "days/day003.npz"),), dtype="float32", val_data=(
         str(tmp_path / "days/day00[12].npz"), str(tmp_path / "days/*0.npz")))
@@ -202,6 +203,11 @@ def test_validation_data_are_all_files_of_all_globs(planted, tmp_path):
     named = dataclasses.replace(cfg, val_data=(f"a={cfg.val_data[0]}", f"b={cfg.val_data[1]}"))
     parts = clicks.open_days(("val",), named)["val"]
     assert {name: part["n"] for name, part in parts.items()} == {"a": 600, "b": 300}
+    by_day = dataclasses.replace(cfg, data=(str(tmp_path / "days/day0{day}?.npz"),), rest_s=0.0)
+    with pytest.raises(ValueError, match="day001.npz: is in both data and val_data; take it out"):
+        clicks.open_days(("train",), by_day)
+    source = clicks.open_days(("train",), dataclasses.replace(by_day, val_data=()))["train"]
+    assert source["n"] == 1200 == source["batch"](0, np.arange(256))["label"].size + 944
     with pytest.raises(ValueError, match=r"none\*.npz': no such file, and no file matches it"):
         clicks.open_days(("val",), dataclasses.replace(cfg, val_data=("none*.npz",)))
     empty = tmp_path / "empty.npz"

@@ -114,7 +114,7 @@ def _read_group(stream, cfg):
     rows = list(islice(stream["rows"], cfg.rows_at_once))
     stream["n_read"] = start["rows"] + len(rows)
     if not rows:
-        config.raise_if_errors([f"no more than {start['rows']}; set fewer --steps"], "rows")
+        config.raise_if_errors([f"ended after {start['rows']}; set fewer --steps"], "rows")
     folder = stream["folder"] / str(start["rows"])
     path = data.write_rows(folder, f"rows-from-{start['rows']}", rows, cfg.columns)
     open_files = data.file_opener(replace(cfg, token_cache=str(folder)), stream["tokenizer"])
