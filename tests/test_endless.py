@@ -47,7 +47,7 @@ def test_a_run_on_endless_rows_resumes_bit_exactly(make):
     checkpoint has the number of rows before its step. Other rows are refused. The rows in use are
     deleted when the run ends.
 
-    Break: tests/recipes/endless.py: start["rows"] - stream["n_read"]) => 0)
+    Break: tests/recipes/endless.py: n_before - stream["n_read"]) => 0)
     """
     cfg = make(steps=12)
     train_endless(cfg)
@@ -70,7 +70,7 @@ def test_each_token_is_a_label_once(make, monkeypatch):
     token is a label once. Another process makes its part of the same batches. Rows that are no
     longer in use are deleted. An error says that the rows have ended.
 
-    Break: tests/recipes/endless.py: drawn - group["first"], n, => 0 * drawn, n,
+    Break: tests/recipes/endless.py: shuffled(drawn - first, => shuffled(0 * drawn,
     """
     opened = []
     monkeypatch.setattr(train, "main", lambda cfg, hooks, task: opened.append(

@@ -94,29 +94,31 @@ def _batch(stream, cfg, step, rows):
         _read_group(stream, cfg)
     batches = []
     for group in list(stream["groups"]):
-        n = group["dataset"]["n"]
-        end = group["first"] + n
+        first, dataset = group["first"], group["dataset"]
+        end = first + dataset["n"]
         if end <= step * cfg.batch_size:
             stream["groups"].remove(group)
             shutil.rmtree(group["folder"])
-        drawn = draws[(group["first"] <= draws) & (draws < end)]
+        drawn = draws[(first <= draws) & (draws < end)]
         if len(drawn):
-            examples = data.shuffled(drawn - group["first"], n, (cfg.seed, group["first"]))
-            batches.append(data.read_sequences(group["dataset"], examples))
+            examples = data.shuffled(drawn - first, dataset["n"], (cfg.seed, first))
+            batches.append(data.read_sequences(dataset, examples))
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def _read_group(stream, cfg):
     """Read and tokenize the next rows: (their file, dataset)."""
     start = stream["starts"][-1]
-    for _ in islice(stream["rows"], start["rows"] - stream["n_read"]):
-        pass  # read before the run was killed
+    n_before = start["rows"]
+    for _ in islice(stream["rows"], n_before - stream["n_read"]):
+        pass  # a row that was read before the run was killed
     rows = list(islice(stream["rows"], cfg.rows_at_once))
-    stream["n_read"] = start["rows"] + len(rows)
+    stream["n_read"] = n_before + len(rows)
     if not rows:
-        config.raise_if_errors([f"ended after {start['rows']}; set fewer --steps"], "rows")
-    folder = stream["folder"] / str(start["rows"])
-    path = data.write_rows(folder, f"rows-from-{start['rows']}", rows, cfg.columns)
+        config.raise_if_errors([f"ended after {n_before}; set fewer --steps"], "rows")
+
+    folder = stream["folder"] / str(n_before)
+    path = data.write_rows(folder, f"rows-from-{n_before}", rows, cfg.columns)
     open_files = data.file_opener(replace(cfg, token_cache=str(folder)), stream["tokenizer"])
     dataset = open_files([path], may_be_empty=True)
     stream["groups"].append({"first": start["draws"], "dataset": dataset, "folder": folder})

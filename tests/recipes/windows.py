@@ -287,11 +287,9 @@ def _files_of(cfg, windows, name):
 
 
 def _is_new(cfg, files):
-    """Whether one of these files has just been changed or moved here: somebody may still write the
-    window. A time in the future is that of a disk with another clock.
-    """
+    """Whether one of these files was changed, or moved here, less than rest_s ago."""
     with contextlib.suppress(FileNotFoundError):
-        # st_ctime: a copy may keep the time of its last modification.
+        # A copy may keep its st_mtime. A disk with another clock may have times in the future.
         return any(0 <= time.time() - os.stat(path).st_ctime < cfg.rest_s for path in files)
     return True
 
