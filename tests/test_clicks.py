@@ -184,8 +184,8 @@ def test_a_day_that_appears_during_the_run_is_evaluated_and_then_trained_on(plan
 
 
 def test_validation_data_are_all_files_of_all_globs(planted, tmp_path):
-    """An evaluation has each example of all globs once, day by day, each day sorted by user. A day of
-    training data may have several files.
+    """An evaluation has each example of all globs once, day by day, each day sorted by user. A day
+    of training data may have several files.
 
     Break: tests/recipes/clicks.py: [(str(file),) for file in val_files] => [(str(val_files[0]),)]
     """
