@@ -61,7 +61,7 @@ def test_a_run_on_endless_rows_resumes_bit_exactly(make):
     position = ckpt.newest_meta(Path(cfg.out_dir) / "ckpt")[1]["hooks"]["endless"]
     assert position["rows"] % 10 == 0 < position["draws"] <= 12 * cfg.batch_size
     assert not any(Path(cfg.out_dir, "stream").iterdir())
-    with pytest.raises(ValueError, match="data was 'rows-from-0-.*: bring it back"):
+    with pytest.raises(ValueError, match="data was 'rows-from-0-"):
         endless.main(dataclasses.replace(cfg, steps=14), numbered_rows(seed=1))
 
 
