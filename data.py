@@ -572,6 +572,9 @@ def _write_shard(paths, tokenizer, columns, folder):
         for name in ("tokens", "ignored", "documents", "bytes_at"):
             files[name] = stack.enter_context(open(folder / name, "wb"))
         counts = _write_documents(_encode_files(paths, tokenizer, columns), tokenizer, files)
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())  # before index.json, so that no crash leaves it alone
     sizes = {}
     for name in files:
         n_bytes = (folder / name).stat().st_size
@@ -891,8 +894,14 @@ def content_id(path):
 # ---- token cache
 
 def _token_cache_folder(cfg):
-    """The folder of tokenized text: token_cache, or the folder data in cache_dir or out_dir."""
-    home = os.path.expanduser(cfg.cache_dir) or cfg.out_dir
+    """The folder of tokenized text: token_cache, or the folder data in cache_dir; in out_dir where
+    cache_dir is none or cannot be written, as the home of some containers.
+    """
+    home = os.path.expanduser(cfg.cache_dir)
+    try:
+        os.makedirs(home, exist_ok=True)
+    except OSError:  # also of ""
+        home = cfg.out_dir
     return cfg.token_cache or os.path.join(home, "data")
 
 
@@ -2243,9 +2252,12 @@ def _choose_split(folder, field):
 def write_rows(folder, name, rows, columns=()):
     """Write the columns of rows that are read as a .jsonl file; return its path.
 
-    rows: dicts. The file is named after its content, so that a resumed run finds the same file.
+    rows: dicts in an iterable, or by index. The file is named after its content, so that a resumed
+    run finds the same file.
     """
     is_from_arrow = hasattr(rows, "features")  # of Hugging Face: null stands for a missing field
+    if not hasattr(rows, "__iter__"):  # as datasets of PyTorch, which may have no IndexError
+        rows = map(rows.__getitem__, range(len(rows)))
     known = known_columns(columns)
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{name}.{os.getpid()}.partial"

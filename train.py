@@ -341,8 +341,9 @@ def start_run(setup, progress, observers, check_lock, state, params):
     # Optional: best checkpoint.
     delete_later_best(setup, first_step)
 
-    # Log what runs, and on what.
+    # Log what runs, and on what, and what has changed since the checkpoint.
     run_meta = describe_run(setup, programs, start)
+    print_changes(meta, run_meta)
     log_event = partial(log_row, setup, observers, progress)
     start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s}
     log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
@@ -785,6 +786,9 @@ TASK_DEFAULTS = {
 def resolve_text(platform, cfg):
     """cfg with the vocabulary size, all other sizes and the attention kernel resolved."""
     vocab_size = cfg.vocab_size or data.make_cfg_tokenizer(cfg)["vocab_size"]
+    # Optional: prompts of samples. Find their errors now.
+    if cfg.chat or cfg.prompts:
+        data.sample_prompts(cfg, data.make_cfg_tokenizer(cfg))
     cfg = config.derive_text(dataclasses.replace(cfg, vocab_size=vocab_size))
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
 
@@ -1373,6 +1377,16 @@ def all_done(steps):
 
 
 # ---- the initial state
+
+
+def print_changes(meta, run_meta):
+    """Print in what the machine differs from that of the checkpoint with this meta, or {}."""
+    changes = []
+    for kind in ("versions", "machine", "mesh"):
+        changes += config.differences(meta.get(kind, {}), run_meta[kind])
+    if changes:
+        print0(f"since the checkpoint: {'; '.join(changes)}. The run continues, but agrees with an "
+               "unchanged one only up to rounding")
 
 
 def find_parameters(setup, meta):
@@ -1979,10 +1993,10 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
 
 
 def is_user_error(error):
-    """Whether the system refuses a file, or a `raise` statement of the six files raised a
-    ValueError (and not, say, `k, v = f()`).
+    """Whether a file may not be read, or a `raise` statement of the six files raised a ValueError
+    (and not, say, `k, v = f()`).
     """
-    if isinstance(error, OSError):
+    if isinstance(error, PermissionError):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
     is_ours = Path(last.filename).resolve().parent == Path(__file__).resolve().parent

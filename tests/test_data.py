@@ -573,13 +573,15 @@ def test_text_is_tokenized_once(tmp_path):
         assert bytes(shard["tokens"][-2:]) == end + b"\0"
 
 
-def test_the_folder_of_tokens():
-    """It is token_cache, or data in cache_dir, or data in out_dir.
+def test_the_folder_of_tokens(tmp_path, monkeypatch):
+    """It is token_cache, or data in cache_dir, or data in out_dir if cache_dir is none or cannot be
+    written.
 
-    Break: data.py: home = os.path.expanduser(cfg.cache_dir) or cfg.out_dir =>
-    home = cfg.out_dir
+    Break: data.py: except OSError:  # also of "" => except ZeroDivisionError:
     """
-    cases = (("t", "c", "t"), ("", "c", "c/data"), ("", "", "o/data"))
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    cases = (("t", "c", "t"), ("", "c", "c/data"), ("", "", "o/data"), ("", "file/c", "o/data"))
     for token_cache, cache_dir, wanted in cases:
         cfg = config.Config(token_cache=token_cache, cache_dir=cache_dir, out_dir="o")
         assert data._token_cache_folder(cfg) == wanted
