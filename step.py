@@ -651,7 +651,7 @@ def compile_steps(steps, is_fresh=False):
     lowered_step = steps["train_step"]()
     future = ThreadPoolExecutor().submit(lowered_step.compile)
     if is_fresh:
-        steps["init"].lower(jax.random.key(0)).compile()
+        steps["init"].lower(jax.random.key(0), params={}).compile()
     compiled_step = future.result()
     memory = memory_by_kind(steps["state"], compiled_step)
 

@@ -329,7 +329,7 @@ def test_batches_without_a_label_have_no_loss():
 
 
 def test_a_run_compiles_its_step_once_and_the_evaluation_when_it_is_needed(tiny, caplog):
-    """train_step is compiled once, and on a CPU eval_step just before its first use.
+    """train_step and init are compiled once, and on a CPU eval_step just before its first use.
 
     Break: step.py: compiled_step = future.result() =>
     compiled_step = future.result(); steps["eval_step"]().compile()
@@ -351,7 +351,8 @@ def test_a_run_compiles_its_step_once_and_the_evaluation_when_it_is_needed(tiny,
         train.main(tiny(cache_dir=""), hooks=[note])
     finally:
         jax.config.update("jax_log_compiles", False)
-    assert order == [0] * 4 + [1] * 4 and compilations("train_step") == 1
+    assert order == [0] * 4 + [1] * 4
+    assert compilations("train_step") == compilations("init_state") == 1
     start, end = rows(tiny().out_dir, "start")[0], rows(tiny().out_dir, "end")[0]
     assert end["time_s"]["compile"] > start["time_s"]["compile"]
 
