@@ -577,7 +577,7 @@ def test_the_folder_of_tokens(tmp_path, monkeypatch):
     """It is token_cache, or data in cache_dir, or data in out_dir if cache_dir is none or cannot be
     written.
 
-    Break: data.py: except OSError:  # also of "" => except ZeroDivisionError:
+    Break: data.py: home = cfg.out_dir => pass
     """
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
