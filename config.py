@@ -132,8 +132,8 @@ class Config:
     d_ff: NonNegInt = 0  # width of the MLP; 0: 8/3 d_model, rounded up to a multiple of 32
     vocab_size: NonNegInt = 0  # number of token ids; 0: the tokenizer's
 
-    # From here to experts_per_token: parameters of another value may have equal shapes, but they
-    # belong to another model. See architecture_mismatch.
+    # From here to experts_per_token: another value may leave all shapes equal, but makes another
+    # model. See architecture_mismatch.
 
     n_heads: PosInt = 4  # query heads
     n_kv_heads: NonNegInt = 0  # key and value heads; 0: as many as query heads
@@ -310,20 +310,20 @@ def parse(argv, kind=Config):
         _print_help(argv, kind)
     # Each source is a dict {field: value}.
     typed = _expand_home(_typed_values(argv, kind))
-    branch, named = _named_values(kind(**typed))
+    from_branch, from_file = _named_values(kind(**typed))
     # Which folder? A first config answers that. The folder may hold a run with a config of its own.
-    first = kind(**_merge(branch, named, typed))
+    first = kind(**_merge(from_branch, from_file, typed))
     out_dir = _choose_out_dir(first, typed)
-    run = _run_values(first, out_dir)
+    from_run = _run_values(first, out_dir)
     # The file is the config of another run: its folders are not those of this one.
-    if not _is_same_path(named.get("out_dir", out_dir), out_dir):
-        named.update(ckpt_dir="", export="")
+    if not _is_same_path(from_file.get("out_dir", out_dir), out_dir):
+        from_file.update(ckpt_dir="", export="")
 
-    values = _merge(run or branch, named, typed)
+    values = _merge(from_run or from_branch, from_file, typed)
     values["explicit"] = tuple(sorted(values))
     values["out_dir"] = out_dir
-    if run:
-        values["config"] = run["config"]
+    if from_run:  # from now on, other values than those of its config.json are changes
+        values["config"] = from_run["config"]
     return kind(**values)
 
 

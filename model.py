@@ -148,6 +148,7 @@ def hidden_states(params, batch, cfg, train_keys=None):
     """
     params = _cast_params(params, cfg)
     attn_inputs = _attention_inputs(batch, cfg)
+    # An argument of _block, since generation attends to a cache instead.
     attend = partial(_attend, attn_inputs=attn_inputs, cfg=cfg)
 
     def layer(x_BTD, w):

@@ -29,8 +29,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 # ---- the training step
 
-# Names of other values in the rows of metrics.jsonl. Neither they nor the step's own metrics may be
-# names of a loss's sums.
+# Names of other values than metrics in the rows of metrics.jsonl. Neither they nor the step's own
+# metrics may be names of a loss's sums.
 ROW_NAMES = {"step", "event", "loss_scale", "watch"}
 
 
@@ -128,10 +128,10 @@ def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
         specs = moment_specs(trained_rows, mesh)  # ZeRO-2: a gradient lies where its moment lies
 
     def microbatch_grads(microbatch):
-        rows, row_options = microbatch
+        examples, example_options = microbatch
 
         def objective(trained):
-            sums, counts = loss_fn(params | trained, rows, cfg, **row_options)
+            sums, counts = loss_fn(params | trained, examples, cfg, **example_options)
             return sums["objective"] * loss_scale, (sums, counts)
 
         grad_fn = jax.value_and_grad(objective, has_aux=True)
@@ -378,8 +378,8 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     "state": the state as shapes with shardings;
     "train_step", "eval_step": functions without arguments that trace and lower that program.
     `compile_steps`, under supporting, calls and compiles them; the loop calls its result;
-    "init", "digest": jitted functions, which JAX compiles when they are called: (key, params=) ->
-    state, which donates params, and (state) -> the result of digest_sums, a checksum of the state
+    "init", "digest": jitted functions, compiled before their first call: (key, params=) -> state,
+    which donates params, and (state) -> the result of digest_sums, a checksum of the state
     that is logged to compare runs;
     "eval_batch": the batch of eval_step, as shapes with shardings;
     "mesh".

@@ -309,9 +309,9 @@ def start_run(setup, progress, observers, check_lock, state, params):
     # Compile before any array is allocated.
     print0(f"compiling the training step, for {cfg.steps} steps ...")
     with timed(timers, "compile"):
-        # "train_step" is compiled now, "init", "digest" and "eval_step" when they are called. Also
-        # "state" (shapes), "memory" (bytes by kind), and "compile_eval", which compiles eval_step,
-        # so that the time is charged to the compilation.
+        # "train_step" is compiled now, and "init" if it is called next; "digest" and "eval_step"
+        # when they are called. Also "state" (shapes), "memory" (bytes by kind), and "compile_eval",
+        # which compiles eval_step, so that the time is charged to the compilation.
         is_fresh = bool(start["missing"]) and not start["load_from"]
         programs = steplib.compile_steps(steplib.lower_steps(*step_args(setup)), is_fresh)
         steplib.check_fits(programs["memory"], setup["mesh"])
@@ -326,6 +326,7 @@ def start_run(setup, progress, observers, check_lock, state, params):
     # 6. random parameters
     # meta: that of the restored checkpoint, or {}.
     _, meta, state = load_start(setup, start, programs, state, params)
+    # Optional: data that grows.
     if "restore" in train_data:
         train_data["restore"](meta.get("data", {}).get("windows", []))
     state = run_hooks(hooks, "load", state)
@@ -439,17 +440,18 @@ def train(run, state, progress):
             progress["requests"] -= due.keys()
 
             # Log the metrics of this step, if something is due: this waits for the device.
-            # Otherwise they are logged below, while the device works on the next step.
+            # Otherwise they are logged below, while the device works on the next step. On one CPU
+            # device, which is done when the call of a step returns, always here.
             if due or run["is_synchronous"]:
                 log_step(run, progress)
 
-            # Epochs and windows that ended with this step.
+            # Epochs that ended with this step and, optional, windows of data that grows.
             for event in ("epoch", "window"):
                 if event in due:
                     mark_done(progress, event, step)
                     log_event(event, {"step": step, event: int(completed(run, event, step))})
 
-            # Reload the parameters of dynamic sources.
+            # Optional: reload the parameters of dynamic sources.
             if "reload" in due:
                 mark_done(progress, "reload", step)
                 state = reload_params(run, state, step, timers)
@@ -470,7 +472,8 @@ def train(run, state, progress):
                 export(run, state["params"], step, progress)
                 mark_done(progress, "export", step)
 
-            # Save last, so that the checkpoint has all that happened up to this step.
+            # Save last, so that the checkpoint has all that happened up to this step, and the mark
+            # that this save is done.
             for kind in ("weights", "save"):
                 if kind in due:
                     mark_done(progress, kind, step)
@@ -528,6 +531,7 @@ def due_events(run, step, progress):
     polled = progress["polled"]
     due = {}
     for event, intervals in run["intervals"].items():
+        # Done at this very step, before a resume. Nothing is due at step 0.
         if step == progress["last_done"].get(event, 0):
             continue
         if event in polled["events"]:
@@ -537,7 +541,7 @@ def due_events(run, step, progress):
                 is_due = step >= run["cfg"].steps
             elif unit == "second":
                 is_due = polled["elapsed_s"] - progress["last_done_s"].get(event, 0.0) >= n
-            else:
+            else:  # a multiple of n since the step before
                 is_due = has_passed(run, unit, n, step)
             if is_due:
                 due[event] = unit
@@ -666,7 +670,8 @@ def stop_reason(run, step, progress):
 
     # A loss or gradient that is not finite.
     if not progress["is_finite"] and cfg.on_nonfinite == "stop":
-        return f"a loss or gradient is not finite near step {step}; the state before it is saved", 1
+        return (f"a loss or gradient is not finite near step {step}; that update was skipped, and "
+                "the newest state is saved"), 1
 
     # The conditions of --stop. A loss above its bound is a failure.
     values = metrics | {

@@ -114,7 +114,7 @@ def test_which_run_a_command_line_names(tmp_path, monkeypatch, capsys):
 def test_a_run_keeps_the_folders_of_its_config_to_itself(tmp_path, monkeypatch):
     """Another run does not inherit --ckpt_dir and --export; a typed preset replaces values.
 
-    Break: config.py: named.update(ckpt_dir="", export="") => pass
+    Break: config.py: from_file.update(ckpt_dir="", export="") => pass
     """
     monkeypatch.chdir(tmp_path)
     save_config("out/a", ckpt_dir="far", export="hf", lr=0.5)
