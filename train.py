@@ -20,6 +20,7 @@ import json
 import math
 import os
 import re
+import resource
 import runpy
 import signal
 import sys
@@ -1542,7 +1543,10 @@ def throughput(run, step, timers, means):
     all_s = seconds["step"] - last["step"] + data_s
     units_per_s = n_steps * units_per_step / all_s
 
-    memory = jax.local_devices()[0].memory_stats() or {}  # a CPU has none
+    memory = jax.local_devices()[0].memory_stats()
+    if not memory:  # a CPU: the memory of this process
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory = {"peak_bytes_in_use": 1024 * peak_kib}
     row = {
         f"{unit}s": step * units_per_step,  # in all steps so far
         f"{unit}s_per_s": units_per_s,  # since the last log row: size of a batch / step_s
@@ -1551,7 +1555,7 @@ def throughput(run, step, timers, means):
         "data_wait_s": data_s / n_steps,  # seconds in which the device had no batch
         "goodput": seconds["step"] / sum(seconds.values()),  # fraction of the time, all launches
         "time_s": seconds,
-        "memory_peak_bytes": memory.get("peak_bytes_in_use"),
+        "memory_peak_bytes": memory["peak_bytes_in_use"],
     }
     if task["flops"]:
         flops, _ = task["flops"](means, cfg)  # of one unit

@@ -215,6 +215,7 @@ def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch):
     """
     monkeypatch.setattr(steplib, "peaks", lambda kind: (2.0, None))
     now, waits = [100.0], itertools.count(0, 0.125)  # each wait for data takes 0.125 s
+    monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=70_000))
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(data, "time", types.SimpleNamespace(perf_counter=lambda: next(waits)))
     seconds = {"loss_fn": 3, "load": 5, "start": 7, "data": 1, "save": 10, "eval": 100,
@@ -236,7 +237,7 @@ def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch):
     for row, goodput in ((four, 3.5 / 19), (eight, 7 / 133)):
         assert row["tokens"] == row["step"] * 8 * 16 and row["epoch"] == row["step"] * 8 / 30
         assert (row["step_s"], row["tokens_per_s"], row["data_wait_s"]) == (1, 128, 0.125)
-        assert row["goodput"] == goodput
+        assert row["goodput"] == goodput and row["memory_peak_bytes"] == 70_000 * 1024
         np.testing.assert_allclose(row["model_tflops_per_device"], 128 * flops / 8 / 1e12)
         np.testing.assert_allclose(row["mfu"], 128 * flops / 8 / 1e12 / 2)
         np.testing.assert_allclose(row["ppl"], np.exp(row["loss"]), rtol=1e-6)
