@@ -2002,10 +2002,10 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
 
 
 def is_user_error(error):
-    """Whether a file may not be read, or a `raise` statement of the six files raised a ValueError
-    (and not, say, `k, v = f()`).
+    """Whether a file may not be read, a path is too long, or a `raise` statement of the six files
+    raised a ValueError (and not, say, `k, v = f()`).
     """
-    if isinstance(error, PermissionError):
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENAMETOOLONG):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
     is_ours = Path(last.filename).resolve().parent == Path(__file__).resolve().parent

@@ -2546,7 +2546,7 @@ def test_a_step_that_runs_out_of_memory_suggests_flags(tiny):
     assert code == 2 and "does not fit: RESOURCE_EXHAUSTED" in output, output
     profile = Path(cfg.out_dir, "profile/memory_at_failure.prof")
     assert f"at the failure, for pprof: {profile}" in output, output
-    assert b"load_start" in gzip.decompress(profile.read_bytes())  # it made the parameters
+    assert b"to_device" in gzip.decompress(profile.read_bytes())  # it made the batches
     assert re.search(r"to change: --grad_accum_steps \d+ \(.* GiB\)", output), output
     assert "does not fit" in rows(cfg.out_dir, "error")[0]["error"]
 
