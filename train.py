@@ -347,7 +347,8 @@ def start_run(setup, progress, observers, check_lock, state, params):
     run_meta = describe_run(setup, programs, start)
     print_changes(meta, run_meta)
     log_event = partial(log_row, setup, observers, progress)
-    start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s}
+    start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s,
+                 "validation": validation}
     log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
     # Give hooks the state that they have saved.
     if meta:
@@ -1016,6 +1017,7 @@ def restore_progress(progress, step, meta, validation):
         if saved["validation"] == validation:
             progress["last_metrics"] = saved["last_metrics"]
         else:
+            print0("the validation data or its size has changed: the best loss begins again")
             progress["last_done"].pop("eval", None)
         for bucket, seconds in saved["time_s"].items():
             progress["timers"]["seconds"][bucket] += seconds
@@ -1105,12 +1107,13 @@ def eval_batches(setup, val_data):
 
 
 def describe_validation(setup, val_data):
-    """What an evaluation is made of: {name of a set: [fingerprint, number of batches]}; {} for data
-    that changes from step to step.
+    """What an evaluation is made of: {name of a set: [fingerprint, number of examples]}; {} for
+    data that changes from step to step.
     """
     if "source_at" in val_data.get("", {}):
         return {}
-    return {name: [val_data[name].get("fingerprint"), n]
+    batch_size = evaluation_of(setup)["cfg"].batch_size
+    return {name: [val_data[name].get("fingerprint"), min(n * batch_size, val_data[name]["n"])]
             for name, n in eval_batches(setup, val_data).items()}
 
 
@@ -1189,8 +1192,11 @@ def end_run(run, state, step, progress, stop):
     if progress["saved_step"] == step and "save" not in errors:
         checkpoint = ckpt.step_path(run["root"], step)
     row = dict(progress["last_metrics"])
-    if row.get("val_step") == step:
-        del row["val_step"]
+    if "step" in row:
+        row["loss_step"] = row["step"]
+    for name in ("loss_step", "val_step"):  # where they are of an earlier step
+        if row.get(name) == step:
+            del row[name]
     row |= {
         "step": step,
         "reason": reason,
@@ -1787,6 +1793,7 @@ METRIC_FORMATS = {
     "loss": "loss {:.4f}",
     "lr": "lr {:.2e}",
     "data_wait_s": "data wait {:.4f} s",
+    "loss_step": "of step {:.0f}",
     "val_loss": "validation loss {:.4f}",
     "val_acc": "accuracy {:.3f}",
     "val_bits_per_byte": "{:.3f} bits/byte",
@@ -1867,7 +1874,8 @@ def print_summary(row):
     total = sum(seconds.values())
     print0("".join(f"{bucket:>8}" for bucket in seconds) + "  total")
     print0("".join(f"{s / total:8.1%}" for s in seconds.values()) + f"  {total:,.0f} s")
-    print0(format_metrics(row, ["step", "loss", "val_loss", "val_bits_per_byte", "val_step"]))
+    print0(format_metrics(row, ["step", "loss", "loss_step", "val_loss", "val_bits_per_byte",
+                                "val_step"]))
     if "best_val_loss" in row:
         print0(format_metrics(row, ["best_val_loss", "best_val_step"]))
 

@@ -185,11 +185,16 @@ def summarize(run, by, sign, train_name):
     """What the table shows of a run: a dict with None for what is not known yet."""
     rows = run["rows"]
     logs = [row for row in rows if row["event"] == "log"]
-    points = [row for row in rows if row["event"] in ("log", "eval") and by in row]
+    points = []
     start = {"unit": "", "n_params": None, "config": run["config"]}
     for row in rows:
         if row["event"] == "start":
+            # What was measured on other validation data does not count.
+            if by.startswith("val_") and row.get("validation") != start.get("validation"):
+                points = []
             start = row
+        elif row["event"] in ("log", "eval") and by in row:
+            points.append(row)
 
     # The best value with its step and that of each validation set, and the last value.
     finite = [row for row in points if row[by] is not None]

@@ -118,6 +118,17 @@ def test_states(tmp_path, rows, state, reason):
     assert run["reason"].endswith(reason) and bool(run["reason"]) == bool(reason)
 
 
+def test_a_loss_on_other_validation_data_does_not_count(tmp_path):
+    """The best loss begins again with the launch that has other validation data.
+
+    Break: tests/compare.py: row.get("validation") != start.get("validation") => False
+    """
+    launch = START | {"step": 1, "config": dataclasses.asdict(config.Config())}
+    rows = [eval_row(1, 1.0), launch | {"validation": {"": ["other", 4]}}, eval_row(2, 3.0)]
+    run, = compare.compare([write_run(tmp_path / "a", rows)], png_path="")
+    assert (run["best"], run["best_step"]) == (3.0, 2)
+
+
 def test_losses_that_are_not_finite_and_rows_that_do_not_count(tmp_path, capsys):
     """A loss that is not finite is never the best, and rows of a person or half a line do not
     count.

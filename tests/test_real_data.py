@@ -1152,6 +1152,10 @@ def test_chats_that_a_template_cannot_render(tmp_path):
         template = ("{% for m in messages %}{% if m.role != '" + role + "' %}{{ m.content or '' }}"
                     "{% elif m.tool_calls %}.{% endif %}{% endfor %}")
         cases.append((template, row_of_all, "the chat template does not render its content"))
+    # Not rendered, and repeated by another message.
+    cases.append(("{% for m in messages if m.role != 'system' %}{{ m.content }}.{% endfor %}",
+                  {"messages": [said("system", "be"), USER, said("assistant", "to be")]},
+                  "message 1: the chat template does not render its content"))
     twice = {"messages": 2 * [USER, said("assistant", "lower")]}
     some_marks = CHATML_HEAD + (
         "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"

@@ -891,7 +891,8 @@ def test_the_console_prints_lines_and_a_progress_bar(monkeypatch, capsys):
                 "val_loss/b/c.txt": 3.0, "eval_s": 2.5, "eval_pixels_per_s": 2345.6,
                 "val_note": "no number"}
     end = row | evaluated | {
-        "best_val_loss": 2.25, "best_val_step": 3, "reason": "SIGTERM", "exit_code": 0,
+        "loss_step": 3, "best_val_loss": 2.25, "best_val_step": 3, "reason": "SIGTERM",
+        "exit_code": 0,
         "wall_s": 61.6, "checkpoint": "it",
         "time_s": {"start": 10.0, "compile": 0.25, "other": 989.75}}
     events = [("start", start), ("step", row), ("log", row), ("eval", evaluated | in_parts),
@@ -908,7 +909,7 @@ def test_the_console_prints_lines_and_a_progress_bar(monkeypatch, capsys):
             "------------------------\nstep      4  no sample: none left\n"
             "step      4  saved, as requested\n")
     done = ("   start compile   other  total\n    1.0%    0.0%   99.0%  1,000 s\n"
-            "step      4  loss 2.3457  validation loss 2.5000  1.500 bits/byte\n"
+            "step      4  loss 2.3457  of step 3  validation loss 2.5000  1.500 bits/byte\n"
             "best validation loss 2.2500  of step 3\n")
     cfg, calls = types.SimpleNamespace(
         steps=90, out_dir="out", ckpt_dir="", resume="auto", stop=()), []
@@ -1805,6 +1806,8 @@ def test_the_best_checkpoint_belongs_to_its_validation_data(tiny, tmp_path):
     assert train.main(cfg)["reason"] == "already finished"
     again = train.main(dataclasses.replace(cfg, eval_batches=2))
     assert (again["reason"], again["val_n_labels"]) == ("all 9 steps are done", 256)
+    larger = dataclasses.replace(cfg, eval_batches=2, eval_batch_size=16)
+    assert train.main(larger)["val_n_labels"] == 512
 
 
 @pytest.mark.slow

@@ -120,8 +120,10 @@ def in_windows(cfg, size_of, read):
     unseen = filter(None, _unseen_windows(cfg, windows, epoch=0, seen=()))
     first = list(islice(unseen, cfg.windows_per_epoch or None))  # None: all
     if not first:
-        raise ValueError(f"data {' '.join(cfg.data) or '(none)'}: no file has an example, or all "
-                         f"have changed in the last {cfg.rest_s:g} s (--rest_s)")
+        patterns = " ".join(cfg.data) or "(none)"
+        config.raise_if_errors([
+            f"data {patterns}: no file has an example, or all have changed in the last "
+            f"{cfg.rest_s:g} s (--rest_s). A day is written {{day}}"])
     return {
         "n": int(_window_bounds(cfg, first)[-1]) * cfg.window_repeats,
         "batch": partial(_window_batch, cfg, windows),
