@@ -239,16 +239,16 @@ def restore(root, step, like=None, meta=None):
     """The saved tree in the shapes, dtypes and shardings of `like`.
 
     like: a tree of arrays or ShapeDtypeStructs; those without a sharding become NumPy arrays. None:
-    the arrays as they were saved, {name, as "params/embed": NumPy array}. meta: from `read_meta`,
-    if already read. Each process reads only what its devices hold.
+    the arrays as they were saved, as NumPy arrays in nested dicts; a list becomes a dict with keys
+    "0", "1", .... meta: from `read_meta`, if already read. Each process reads only what its devices
+    hold.
 
     Raises KeyError or TypeError that lists all arrays that the checkpoint lacks or has in another
     shape, ValueError that names an array whose data is corrupted or missing.
     """
     meta = meta or read_meta(root, step)
     if like is None:
-        like = {name: jax.ShapeDtypeStruct(layout["shape"], np.dtype(layout["dtype"]))
-                for name, layout in meta["arrays"].items()}
+        like = saved_shapes(meta)
     wanted, treedef = flatten(like)
     _check_fit(wanted, meta["arrays"], step_path(root, step))
     with ThreadPoolExecutor(READERS) as pool:
@@ -394,6 +394,21 @@ def _is_committed(store, save_id):
 
 
 # ---- parts of a restore
+
+def saved_shapes(meta):
+    """The tree of a checkpoint as nested dicts of ShapeDtypeStructs, from its meta."""
+    tree = {}
+    for name, layout in meta["arrays"].items():
+        shape = jax.ShapeDtypeStruct(layout["shape"], np.dtype(layout["dtype"]))
+        if name == "":  # the tree is one array
+            return shape
+        *folders, last = name.split("/")
+        node = tree
+        for key in folders:
+            node = node.setdefault(key, {})
+        node[last] = shape
+    return tree
+
 
 def _load(root, meta, name, like):
     """Read the parts of an array that this process needs."""

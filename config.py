@@ -284,6 +284,7 @@ class Config:
     chat: str = ""  # question that a sample answers, in the tokenizer's chat template
     # file of prompts, one a line; or .jsonl with prompt (a text) or messages (a chat) in each row
     prompts: str = ""
+    samples_file: str = ""  # file to write the samples of mode sample to, as .jsonl; empty: none
     n_samples: PosInt = 1  # number of samples of each prompt
     sample_tokens: NonNegInt = 200  # new tokens per sample; 0: no samples
     temperature: NonNegFloat = 0.8  # sampling temperature; 0: greedy
@@ -1058,6 +1059,7 @@ def _unused_errors(cfg):
                                f"{default[name]}, or change {field}"))
 
     unused("mode", cfg.mode not in READ_MODES, "checkpoint")
+    unused("mode", cfg.mode != "sample", "samples_file")
     unused("n_experts", not cfg.n_experts,
            "experts_per_token", "capacity_factor", "router_balance", "router_z")
     unused("coordinator", cfg.coordinator in ("", "auto"), "n_processes", "process_id")
@@ -1178,7 +1180,7 @@ RESUMABLE_FIELDS = (
       if x.name.endswith("_every") and x.name != "reload_every"),  # which changes the parameters
     "track", "eval_batches", "eval_batch_size",
     "save_end", "keep_best", "max_to_keep", "keep_period", "save_exclude", "watch", "profile",
-    "prompt", "chat", "prompts", "n_samples", "sample_tokens", "temperature",
+    "prompt", "chat", "prompts", "samples_file", "n_samples", "sample_tokens", "temperature",
     "top_k", "top_p",
 )
 

@@ -2299,6 +2299,14 @@ def resolve_hub_names(cfg):
 # ---- modes without a loop
 
 
+def write_samples(path, samples):
+    """Write samples as JSON lines with "prompt" and "text", what follows it."""
+    with open(path, "w", encoding="utf-8") as file:
+        for text, prompt in zip(samples["texts"], samples["prompts"], strict=True):
+            row = {"prompt": prompt, "text": text[len(prompt):]}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
 def run_saved(cfg, task, hooks, state=None, params=None):
     """Evaluate, sample or export, as cfg.mode says; the summary. An evaluation gives hooks the
     events of one in a run; in the other modes those that replace the loss have an effect.
@@ -2342,6 +2350,8 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     else:
         summary |= sample_texts(setup, params, 0, None)
         print_samples(summary)
+        if cfg.samples_file and is_main():
+            write_samples(cfg.samples_file, summary)
     return summary
 
 

@@ -975,7 +975,8 @@ def resume():
             last = (output.strip().splitlines() or [""])[-1]
             yield record("FAIL", name, f"exit code {run.returncode}: {last[:300]}")
             return
-        found[name] = train.ckpt.restore(str(folder / name / "ckpt"), N_STEPS)
+        tree = train.ckpt.restore(str(folder / name / "ckpt"), N_STEPS)
+        found[name], _ = train.ckpt.flatten(tree)
     wrong = different_arrays(found["killed"], found["whole"])
     result = checked("killed and resumed", len(wrong), 0, f"killed after step {killed_at} of "
                      f"{N_STEPS} and resumed; arrays of the last checkpoint that differ:")

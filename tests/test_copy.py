@@ -75,7 +75,7 @@ back = ckpt.restore("here", ckpt.latest("here"), tree)
 assert jax.tree.structure(back) == jax.tree.structure(tree)
 for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(back)):
     assert old.dtype == new.dtype and (np.asarray(old) == np.asarray(new)).all()
-assert (ckpt.restore("here", 5)["b/0"] == np.asarray(tree["b"][0])).all()
+assert (ckpt.restore("here", 5)["b"]["0"] == np.asarray(tree["b"][0])).all()
 assert ckpt.read_meta("here", 5)["note"] == "hello"
 """,
 }

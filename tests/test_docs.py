@@ -66,7 +66,7 @@ FLAGS = {
 NAMING_FLAGS = {
     "--mode data", "--mode eval", "--mode export", "--mode plan", "--mode sample", "--branch_from",
     "--checkpoint", "--chat", "--columns", "--config", "--data", "--export", "--help",
-    "--init_from", "--prompts", "--reload_every", "--stop", "--tokenizer",
+    "--init_from", "--prompts", "--reload_every", "--samples_file", "--stop", "--tokenizer",
     "--track", "--val_data"}
 
 # The config of each program that reads flags as train.py does.

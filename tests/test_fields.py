@@ -139,6 +139,12 @@ def prompts(cfg):
     return data.sample_prompts(cfg, data.make_tokenizer(cfg.tokenizer))
 
 
+def sampled_into(cfg):
+    """The files after mode sample."""
+    train.main(cfg)
+    return {*Path().glob("*.jsonl")}
+
+
 def drawn(cfg):
     """The tokens in 256 samples from probabilities of 50, 30, 15 and 5 %."""
     logits_BV = jnp.tile(jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]])), (256, 1))
@@ -300,6 +306,7 @@ FIELDS = {
 
     "chat": ("a", prompts, TINY | dict(tokenizer="chatty")),
     "prompts": ("lines.txt", prompts, TINY),
+    "samples_file": ("samples.jsonl", sampled_into, RUN | dict(mode="sample")),
     "temperature": (0.0, drawn, DRAWN),
     "top_k": (3, drawn, DRAWN),
     "top_p": (0.6, drawn, DRAWN),

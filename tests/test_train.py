@@ -414,12 +414,17 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
     assert summary["prompts"] == [""] and summary["texts"][0]
     capsys.readouterr()
     flags = ["--mode", "sample", "--out_dir", tiny().out_dir, "--prompt", "12 bottles",
-             "--n_samples", "2", "--sample_tokens", "8", "--temperature", "1"]
+             "--n_samples", "2", "--sample_tokens", "8", "--temperature", "1",
+             "--samples_file", f"{tmp_path}/s.jsonl"]
     printed = []
     for _ in range(2):
         assert train.cli(flags) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and printed[0].count("12 bottles{+") == 2
+    saved = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in saved] == ["12 bottles"] * 2
+    for row in saved:
+        assert f"12 bottles{{+{train.printable(row['text'])}+}}\n" in printed[0]
     with pytest.raises(ValueError, match="mode sample: this task has no samples"):
         train.main(tiny(mode="sample"), (), train.TEXT | {"sample": None})
 
@@ -1579,7 +1584,7 @@ def test_saved_arrays_that_a_run_lacks_are_an_error(tiny):
     tree, meta = ckpt.restore(root, 1), ckpt.read_meta(root, 1)
     for key in ("step", "folder", "arrays"):
         meta.pop(key)
-    tree["params/old"] = tree["opt/0/mu/old"] = tree["ema"] = np.zeros(3)
+    tree["params"]["old"] = tree["opt"]["0"]["mu"]["old"] = tree["ema"] = np.zeros(3)
     ckpt.wait(ckpt.save(root, 1, tree, meta))
     more = dataclasses.replace(cfg, steps=2)
     with pytest.raises(ValueError, match="lacks: ema, opt/0/mu/old, params/old; to drop"):
