@@ -38,6 +38,25 @@ READERS = 32  # number of arrays that are read at a time
 
 # ---- save
 
+def flatten(tree):
+    """({path of keys joined by "/": array}, treedef). Raises ValueError for arrays and names that
+    cannot be saved.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    arrays = {}
+    for path, x in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in arrays or {".", ".."} & {*name.split("/")}:
+            raise ValueError(f"{name!r}: another array has that name, or none can; rename a key")
+        if not hasattr(x, "dtype"):
+            x = np.asarray(x)
+        if not (jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool):
+            raise ValueError(f"{name!r}: arrays of {x.dtype} cannot be saved, only of numbers; of "
+                             "a random key save jax.random.key_data")
+        arrays[name] = x
+    return arrays, treedef
+
+
 def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, log=print):
     """Start to write `tree` as checkpoint `step`; return a Future of its path.
 
@@ -262,25 +281,6 @@ def restore(root, step, like=None, meta=None):
 # parameters of a run, files.
 
 # ---- layout of arrays
-
-def flatten(tree):
-    """({path of keys joined by "/": array}, treedef). Raises ValueError for arrays and names that
-    cannot be saved.
-    """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    arrays = {}
-    for path, x in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name in arrays or {".", ".."} & {*name.split("/")}:
-            raise ValueError(f"{name!r}: another array has that name, or none can; rename a key")
-        if not hasattr(x, "dtype"):
-            x = np.asarray(x)
-        if not (jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool):
-            raise ValueError(f"{name!r}: arrays of {x.dtype} cannot be saved, only of numbers; of "
-                             "a random key save jax.random.key_data")
-        arrays[name] = x
-    return arrays, treedef
-
 
 def _plan_layout(x):
     """How an array is stored, equal on every process: a small one with its "data" in meta.json, a
@@ -1093,7 +1093,8 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, s
     """
     sources = []
     errors = []
-    saved_names, chosen = set(), set()
+    saved_names = set()  # in all sources
+    chosen = set()  # parameters that a source gives
     is_complete = False  # patterns may exclude parameters, or no source is strict
     for text in reversed(texts):  # the last source with a parameter gives it
         source = parse_source(text)

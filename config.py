@@ -248,7 +248,8 @@ class Config:
     # ---- intervals
 
     track: tuple[str, ...] = ()  # metric trackers besides metrics.jsonl: wandb, tensorboard
-    log_every: NonNegInt = 10  # steps between rows of metrics.jsonl, at most all; 0: no rows
+    # steps between rows of metrics.jsonl; a run of fewer steps has a row at its end; 0: no rows
+    log_every: NonNegInt = 10
     # interval between evaluations: 250 (steps), 1epoch, 10m, 1window (of data that comes later), or
     # several as 250,1h; 0: only at the end
     eval_every: Interval = 250
@@ -280,7 +281,8 @@ class Config:
 
     # ---- sampling
 
-    prompt: str = ""  # text that a sample continues; empty: in training, some validation data
+    # text that a sample continues; empty: none, or in training the beginning of a validation row
+    prompt: str = ""
     chat: str = ""  # question that a sample answers, in the tokenizer's chat template
     # file of prompts, one a line; or .jsonl with prompt (a text) or messages (a chat) in each row
     prompts: str = ""

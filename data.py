@@ -1731,8 +1731,8 @@ def _clean_message(message, source):
     cleaned = {name: x for name, x in message.items() if not _is_empty(x)}
     for name in cleaned.keys() - ROUTINE_KEYS:
         if not _names(source, name):
-            raise ValueError(f"{name} is not known to the chat template; remove it (messages "
-                             "without labels are in the column prompt)")
+            raise ValueError(f"{name} is not known to the chat template; remove it (to train on "
+                             "some answers only, move the messages before them to a column prompt)")
     if "tool_calls" in cleaned:
         cleaned["tool_calls"] = _functions(cleaned["tool_calls"])
     if "tool_calls" not in cleaned or message.get("content") is not None:
@@ -1826,7 +1826,7 @@ def _check_rendered(render, messages, text):
         raise ValueError("the chat template renders it to nothing; remove the row")
     for i, message in enumerate(messages):
         content = message.get("content", "").strip()
-        # How often is it in the messages, and how often in the text?
+        # If the text has it fewer times than the messages have, some message is not rendered.
         n_given = sum(other.get("content", "").count(content) for other in messages)
         if text.count(content) < n_given:
             longer = message | {"content": f"{content} and more"}
@@ -2129,8 +2129,10 @@ def _row_reader(path, columns):
     """
     kind = _file_kind(path)
     if kind.endswith((".csv", ".tsv")):
-        raise ValueError(f"{path}: must be a .jsonl or .parquet; make one: python -c \"import "
-                         "pandas as p; p.read_csv('a.csv').to_parquet('a.parquet')\"")
+        separator = "\t" if kind.endswith(".tsv") else ","
+        raise ValueError(f"{path}: must be .jsonl or .parquet; convert it by "
+                         f"pandas.read_csv({str(path)!r}, sep={separator!r})"
+                         f".to_parquet({str(path) + '.parquet'!r})")
     if path.is_dir() or kind.endswith((".parquet", ".arrow")):
         return partial(_table_rows, columns=columns)
     # JSON may have any name. If most of its first lines are objects, the others are errors.

@@ -647,7 +647,7 @@ def compile_steps(steps, is_fresh=False):
     does not fit beside the state;
     "memory": memory_by_kind of train_step, by which a run that cannot fit ends before it starts.
     """
-    # Compile init beside train_step: JAX keeps it for its call. XLA releases the GIL.
+    # XLA releases the GIL: compile init beside train_step. JAX keeps the program for init's call.
     lowered_step = steps["train_step"]()
     future = ThreadPoolExecutor().submit(lowered_step.compile)
     if is_fresh:
@@ -655,7 +655,8 @@ def compile_steps(steps, is_fresh=False):
     compiled_step = future.result()
     memory = memory_by_kind(steps["state"], compiled_step)
 
-    # In the background, eval_step would halve the speed of the first steps on a CPU.
+    # Compile eval_step when it is first needed: in the background it would halve the speed of the
+    # first steps on a CPU.
     @cache
     def compile_eval():
         compiled = steps["eval_step"]().compile()
@@ -1013,6 +1014,7 @@ def weight_stats(step, params, grads, cfg):
     def zeros():
         return jax.tree.map(jnp.zeros_like, jax.eval_shape(stats))
 
+    # A run of fewer steps than log_every logs its last one.
     return jax.lax.cond(step % min(cfg.log_every, cfg.steps) == 0, stats, zeros)
 
 

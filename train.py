@@ -447,7 +447,7 @@ def train(run, state, progress):
             if due or run["is_synchronous"]:
                 log_step(run, progress)
 
-            # Epochs that ended with this step and, optional, windows of data that grows.
+            # Epochs that ended with this step. Optional: windows of data that grows.
             for event in ("epoch", "window"):
                 if event in due:
                     mark_done(progress, event, step)
@@ -533,7 +533,7 @@ def due_events(run, step, progress):
     polled = progress["polled"]
     due = {}
     for event, intervals in run["intervals"].items():
-        # Done at this very step, before a resume. Nothing is due at step 0.
+        # Skip an event that was done at this step before a resume. At step 0 none is due.
         if step == progress["last_done"].get(event, 0):
             continue
         if event in polled["events"]:
@@ -543,7 +543,7 @@ def due_events(run, step, progress):
                 is_due = step >= run["cfg"].steps
             elif unit == "second":
                 is_due = polled["elapsed_s"] - progress["last_done_s"].get(event, 0.0) >= n
-            else:  # a multiple of n since the step before
+            else:  # this step completes a multiple of n
                 is_due = has_passed(run, unit, n, step)
             if is_due:
                 due[event] = unit
@@ -572,11 +572,12 @@ def log_step(run, progress):
     timers["seconds"]["step"] -= pending["waited_s"]
     timers["seconds"]["data"] += pending["waited_s"]
 
-    # The device's means are right, but one over no label is 0 there and NaN here.
+    # The device gives 0 for a mean over no label: make it NaN.
     sums = metric_sums(values)
     add_sums(since_log, sums)
     values |= metric_means(sums)
     row = log_event("step", {"step": step} | numbers(values))
+    # As in steplib.weight_stats.
     is_log_point = bool(cfg.log_every) and step % min(cfg.log_every, cfg.steps) == 0
     is_logged = is_log_point or not finite
 
@@ -657,7 +658,8 @@ def save_state(run, state, step, progress, why, kind="save"):
         }
         # There is one best checkpoint, and those of the parameters alone all stay.
         keep = {"save": (cfg.max_to_keep, cfg.keep_period), "best": (1, 0), "weights": (0, 0)}
-        future = ckpt.save(root, step, tree, meta, *keep[kind], print0)
+        max_to_keep, keep_period = keep[kind]
+        future = ckpt.save(root, step, tree, meta, max_to_keep, keep_period, print0)
         progress["pending_save"] = {"kind": kind, "step": step, "future": future}
         if kind == "save":
             progress["saved_step"] = step
@@ -929,8 +931,10 @@ def choose_start(setup, train_data, state, params):
     _, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given)
     start = {"origin": "a fresh initialization", "sources": [], "missing": set(), "load_from": [],
              "meta": meta, "root": root, "step": None, "is_branch": False}
-    if is_given:
-        return start | {"origin": "the given parameters" if state is None else "the given state"}
+    if state is not None:
+        return start | {"origin": "the given state"}
+    if params is not None:
+        return start | {"origin": "the given parameters"}
 
     if meta:
         start["origin"] = "its own checkpoint"
@@ -2026,7 +2030,6 @@ def is_user_error(error):
 # validation data that comes later, exports during a run, dynamic sources of parameters, Hugging
 # Face weights, names on the Hub, modes without a loop, memory estimates, hooks from files, several
 # processes, profiler, plot, trackers. Then the observers that run.
-
 
 
 # ---- rows from Python

@@ -952,7 +952,7 @@ def resume():
         return json.loads(lines[-1])["step"]
 
     # Kill the first run some steps after a checkpoint that is committed: the row "save" in the log
-    # says only that its write has begun.
+    # is written when the write of arrays begins.
     killed = launch("killed")
     while killed.poll() is None:
         committed = train.ckpt.steps(str(folder / "killed" / "ckpt"))

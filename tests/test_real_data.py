@@ -298,7 +298,7 @@ FILES = {
                      "corrupted, or not JSON: Extra data: line 4"),
     "an array": ("a.json", json.dumps(TEXTS, indent=4), (), BOTH),
     "cut JSON": ("a.json", '{"text":\n "one', (), "corrupted, or not JSON: Unterminated"),
-    "csv": ("a.csv", "id,text\n1,one two\n", (), "must be a .jsonl or .parquet; make one"),
+    "csv": ("a.csv", "id,text\n1,one two\n", (), "or .parquet; convert it by pandas"),
     "members of gzip": ("a.jsonl.gz", b"".join(
         gzip.compress(line.encode()) for line in LINES.splitlines(True)), (), BOTH),
     "text of Windows": ("a.txt", "one\r\ntwo\r\n", (), ["one\r\ntwo\r\n"]),
