@@ -1058,7 +1058,7 @@ def _unused_errors(cfg):
             if when and getattr(cfg, name) != default[name]:
                 errors.append(field_error(
                     cfg, name, f"has no effect with {field} {getattr(cfg, field)!r}; leave it at "
-                               f"{default[name]}, or change {field}"))
+                               f"{_as_typed(default[name])}, or change {field}"))
 
     unused("mode", cfg.mode not in READ_MODES, "checkpoint")
     unused("mode", cfg.mode != "sample", "samples_file")

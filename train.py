@@ -2320,6 +2320,9 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     cfg, task = setup["cfg"], setup["task"]
     if cfg.mode == "sample" and not task["sample"]:
         raise ValueError("mode sample: this task has no samples")
+    if cfg.samples_file and not os.access(os.path.dirname(cfg.samples_file) or ".", os.W_OK):
+        raise ValueError(f"samples_file {cfg.samples_file!r}: must be in a folder that exists and "
+                         "can be written")
     if cfg.mode == "eval":
         val_data = open_data(task, cfg, ("val",))["val"]
         if not val_data:

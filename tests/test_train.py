@@ -425,6 +425,8 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
     assert [row["prompt"] for row in saved] == ["12 bottles"] * 2
     for row in saved:
         assert f"12 bottles{{+{train.printable(row['text'])}+}}\n" in printed[0]
+    with pytest.raises(ValueError, match="samples_file .*: must be in a folder that exists"):
+        train.main(dataclasses.replace(cfg, mode="sample", samples_file=f"{tmp_path}/a/b"))
     with pytest.raises(ValueError, match="mode sample: this task has no samples"):
         train.main(tiny(mode="sample"), (), train.TEXT | {"sample": None})
 
