@@ -1257,9 +1257,9 @@ OTHER_TRAINERS = """
 --resume <- resume_from_checkpoint
 --mode eval <- eval_only do_eval
 --mode train <- do_train
---init_from <- model_name_or_path model_name pretrained_model_name_or_path
+--init_from <- model_name_or_path model_name pretrained_model_name_or_path base_model
 --seed <- data_seed
---data <- dataset data_dir train_file
+--data <- dataset datasets data_dir train_file
 --data 'hf://datasets/ORG/NAME/*.parquet' <- dataset_name
 --val_data <- validation_file
 --columns text=NAME <- dataset_text_field
@@ -1267,11 +1267,11 @@ OTHER_TRAINERS = """
 not needed: batches are made in the background <- dataloader_num_workers
 --steps <- max_iters max_steps num_steps train_steps
 --epochs <- num_train_epochs num_epochs
---batch_size, of all devices together <- per_device_train_batch_size
+--batch_size, of all devices together <- per_device_train_batch_size micro_batch_size
 --batch_size <- train_batch_size
 --eval_batch_size, of all devices together <- per_device_eval_batch_size
 --grad_accum_steps, parts of one --batch_size <- gradient_accumulation_steps
---seq_len <- block_size max_seq_length max_seq_len max_length model_max_length
+--seq_len <- block_size max_seq_length max_seq_len max_length model_max_length sequence_len
 --n_layers <- n_layer num_layers num_hidden_layers
 --n_heads <- n_head num_heads num_attention_heads
 --n_kv_heads <- num_key_value_heads
