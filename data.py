@@ -14,8 +14,6 @@ import importlib
 import io
 import json
 import os
-import pickle
-import pickletools
 import re
 import shutil
 import threading
@@ -118,25 +116,25 @@ def read_sequences(dataset, examples):
     n_before = np.where(shard_of > 0, cum_counts[shard_of - 1], 0)
     offsets = examples - n_before
 
+    shards = [dataset["shards"][i] for i in shard_of.tolist()]
     # Check the length of the file for two shards only, since a check costs as much as copying a
     # row. Other batches check the other shards.
-    for i in shard_of[:2]:
-        _check_unchanged(dataset["shards"][i])
+    for shard in shards[:2]:
+        _check_unchanged(shard)
     if dataset["seq_format"]["packing"] == "stream":
-        return _stream_batch(dataset, shard_of, offsets)
-    return _packed_batch(dataset, shard_of, offsets)  # optional: packing
+        # The last sequence of a shard is moved back to fit: it starts at 5, not 8, of 10 tokens.
+        T = dataset["seq_format"]["seq_len"]
+        starts = np.minimum(offsets * T, dataset["lengths"][shard_of] - 1 - T)
+        return _stream_batch(shards, starts, offsets * T - starts, dataset["seq_format"])
+    return _packed_batch(shards, offsets, dataset["seq_format"])  # optional: packing
 
 
-def _stream_batch(dataset, shard_of, offsets):
+def _stream_batch(shards, starts, n_repeated, seq_format):
     """Build a batch of seq_len successive tokens a row.
 
-    offsets: index of each row among the sequences of its shard.
+    Of each row: its shard, its first token there, and how many labels it repeats.
     """
-    seq_format = dataset["seq_format"]
     T = seq_format["seq_len"]
-    shards = [dataset["shards"][i] for i in shard_of.tolist()]
-    # The last sequence of a shard is moved back to fit: it starts at 5, not 8, of 10 tokens.
-    starts = np.minimum(offsets * T, dataset["lengths"][shard_of] - 1 - T)
 
     # A row of T + 1 ids holds the tokens and, shifted by one, the labels. It is int64 until it is
     # checked: a wrong id may not fit into int32.
@@ -148,7 +146,6 @@ def _stream_batch(dataset, shard_of, offsets):
     labels = ids[:, 1:].astype(np.int32)
 
     # A sequence that was moved back ignores the labels of the one before: 3 of 4 in the example.
-    n_repeated = offsets * T - starts
     for row in np.flatnonzero(n_repeated):
         labels[row, : n_repeated[row]] = IGNORE
     # Optional: prompts are not labels.
@@ -177,11 +174,11 @@ def eval_batch_at(dataset, index, batch_size, rows=None):
 # ---- the shuffle
 
 # Draws 0 to n - 1 are the first epoch of n examples, draws n to 2n - 1 the second.
-# permute(index, n, seed) maps [0, n) onto itself in an order determined by `seed`, in O(1) memory:
-# no list of n examples is shuffled or stored.
+# permute(index, n, order) maps [0, n) onto itself in O(1) memory: no list of n examples is shuffled
+# or stored. `order` is a text, such as "(0, 1)" of seed 0 and epoch 1; each selects another order.
 
 BLOCK = 4096  # examples permuted in one call and cached; one call per batch would be slower
-EVAL_SEED = "held out"  # determines the order of evaluation batches
+EVAL_ORDER = "held out"  # names the order of evaluation batches
 
 
 def draws_at(step, batch_size, rows):
@@ -199,20 +196,25 @@ def shuffled(draws, n, seed):
     n may be an array with the number of examples for each draw (mixtures).
     """
     epochs, ranks = np.divmod(draws, n)
+    return _permuted(ranks, n, [f"({seed}, {epoch})" for epoch in epochs.tolist()])
+
+
+def _permuted(ranks, n, orders):
+    """The example at each rank in an order of n examples; `orders` has the name of each order."""
     blocks, offsets = np.divmod(ranks, BLOCK)
-    sizes = np.broadcast_to(n, draws.shape)
+    sizes = np.broadcast_to(n, ranks.shape)
     examples = []
-    for block, offset, size, epoch in zip(
-            blocks.tolist(), offsets.tolist(), sizes.tolist(), epochs.tolist()):
-        examples.append(_permuted_block(block, size, (seed, epoch))[offset])
+    for block, offset, size, order in zip(
+            blocks.tolist(), offsets.tolist(), sizes.tolist(), orders):
+        examples.append(_permuted_block(block, size, order)[offset])
     return np.array(examples, np.int64)
 
 
 @lru_cache(maxsize=256)
-def _permuted_block(block, n, seed):
+def _permuted_block(block, n, order):
     """The permuted indices of a block, cached by all arguments."""
     first = block * BLOCK
-    return permute(np.arange(first, min(first + BLOCK, n)), n, seed)
+    return permute(np.arange(first, min(first + BLOCK, n)), n, order)
 
 
 def eval_examples_at(index, batch_size, n, rows=None):
@@ -222,11 +224,7 @@ def eval_examples_at(index, batch_size, n, rows=None):
     batches are a fair sample. After the last example they repeat with a mask of False.
     """
     draws = draws_at(index, batch_size, rows)
-    examples = []
-    for draw in (draws % n).tolist():
-        block, offset = divmod(draw, BLOCK)
-        examples.append(_permuted_block(block, n, EVAL_SEED)[offset])
-    return np.array(examples, np.int64), draws < n
+    return _permuted(draws % n, n, [EVAL_ORDER] * len(draws)), draws < n
 
 
 def n_eval_batches(n, batch_size, limit):
@@ -412,15 +410,15 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
 
 # ---- the permutation
 
-def permute(index, n, seed):
-    """`index`, an array in [0, n), mapped by the permutation of [0, n) that `seed` selects.
+def permute(index, n, order):
+    """`index`, an array in [0, n), mapped by the permutation of [0, n) that a text selects.
 
     Takes O(1) memory: a Feistel network over the smallest near-square grid of at least n cells. A
     result beyond n goes through the network again (cycle walking), so the map stays a permutation.
     """
     n_rows = np.uint64(isqrt(int(n) - 1) + 1)
     n_columns = np.uint64(-(-int(n) // int(n_rows)))  # n / n_rows, rounded up
-    seed_bits = np.uint64(zlib.crc32(str(seed).encode())) << np.uint64(20)
+    seed_bits = np.uint64(zlib.crc32(order.encode())) << np.uint64(20)
     keys = hash64(np.arange(1, 7, dtype=np.uint64), seed_bits)
 
     out = _feistel(np.asarray(index, np.uint64), n_rows, n_columns, keys)
@@ -571,7 +569,8 @@ def _write_shard(paths, tokenizer, columns, folder):
         files = {}
         for name in ("tokens", "ignored", "documents", "bytes_at"):
             files[name] = stack.enter_context(open(folder / name, "wb"))
-        counts = _write_documents(_encode_files(paths, tokenizer, columns), tokenizer, files)
+        records = _records_of_files(paths, tokenizer, columns)
+        counts = _write_documents(records, tokenizer, files)
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())  # before index.json, so that no crash leaves it alone
@@ -616,32 +615,28 @@ def _write_documents(records, tokenizer, files):
             counts["empty skipped"] += 1
             continue
 
-        # Begin a document. Without a bos id, an eos mostly ends the document before.
         if is_first:
-            if bos is not None and is_text:
-                n = append([bos], last_kind in ("chat", "ids"))
-            elif bos is None and kind != "ids" and last_kind in ("", "ids"):
+            # Without a bos id, the eos of the document before mostly stands here already.
+            if bos is None and kind != "ids" and last_kind in ("", "ids"):
                 n = append([eos], last_kind == "ids")
-            # The id before a text is part of it.
-            files["documents"].write(np.int64(n - 1 if is_text else n))
+            elif bos is not None and is_text:
+                n = append([bos], last_kind in ("chat", "ids"))
+            first = n - 1 if is_text else n  # the id before a text is part of it
 
         n = append(record["ids"], record["ignored"])
         n_more += record["n_bytes"] - len(record["ids"])
         files["bytes_at"].write(np.int64((n, n + n_more)))
 
-        # End a document.
-        if record["is_last"]:
+        is_first = record["is_last"]
+        if is_first:
             counts["documents"] += 1
             # The eos after a text is part of it, and a label.
-            files["documents"].write(np.int64(n + 1 if is_text else n))
-            if is_text:
-                n = append([eos], False)
-            elif np.all(record["ignored"]):
+            files["documents"].write(np.int64((first, n + 1 if is_text else n)))
+            if not is_text and np.all(record["ignored"]):
                 counts["documents without a label"] += 1
-            if kind == "chat" and bos is None:
-                n = append([eos], True)
+            if is_text or (kind == "chat" and bos is None):
+                n = append([eos], not is_text)
             last_kind = kind
-        is_first = record["is_last"]
 
     if not counts["documents"]:  # write one without tokens: an empty file cannot be mapped
         n = append([eos], False)
@@ -665,42 +660,35 @@ def _append_ids(tokens, ignored, dtype, ids, is_ignored):
     return n + len(ids)
 
 
-def _encode_files(paths, tokenizer, columns):
-    """Yield the records of these files, see `read_record`, with their "ids" and "ignored"."""
+MOST_ROWS = 512  # records that are encoded together: a tokenizer's library uses all cores
+MOST_CHARACTERS = 2**22  # of their texts, about; bounds the memory
+
+
+def _records_of_files(paths, tokenizer, columns):
+    """Yield the encoded records of all rows, see `read_record`. The last piece of a document has
+    "is_last".
+    """
     total = sum(file.stat().st_size for path in paths for file in _files_of(path))
+    group = []
+    n_characters = 0
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
               leave=False) as bar:
-        for group in _groups_of_records(paths, tokenizer, columns):
-            for record, (ids, ignored) in zip(group, encode_records(group, tokenizer)):
-                yield record | {"ids": ids, "ignored": ignored}
+        for path in paths:
+            for where, row, is_last in rows_in(path, tokenizer["piece"], columns):
+                record = read_record(row, where, tokenizer) | {"is_last": is_last}
+                group.append(record)
+                n_characters += len(record["text"])
                 bar.update(len(record["text"]))
+                if len(group) == MOST_ROWS or n_characters > MOST_CHARACTERS:
+                    yield from encode_records(group, tokenizer)
+                    group = []
+                    n_characters = 0
+    yield from encode_records(group, tokenizer)
 
 
 def _files_of(path):
     """A file, or the files in a folder written by the datasets library."""
     return sorted(path.glob("*")) if path.is_dir() else [path]
-
-
-MOST_ROWS = 512  # records that are encoded together: a tokenizer's library uses all cores
-MOST_CHARACTERS = 2**22  # of their texts, about; bounds the memory
-
-
-def _groups_of_records(paths, tokenizer, columns):
-    """Yield lists of the records of all rows, to be encoded together. The last piece of a document
-    has "is_last".
-    """
-    group = []
-    n_characters = 0
-    for path in paths:
-        for where, row, is_last in rows_in(path, tokenizer["piece"], columns):
-            record = read_record(row, where, tokenizer) | {"is_last": is_last}
-            group.append(record)
-            n_characters += len(record["text"])
-            if len(group) == MOST_ROWS or n_characters > MOST_CHARACTERS:
-                yield group
-                group = []
-                n_characters = 0
-    yield group
 
 
 def read_record(row, where, tokenizer):
@@ -718,6 +706,7 @@ def read_record(row, where, tokenizer):
     with as_value_error(where, ValueError):
         if not isinstance(row, dict):
             raise ValueError(f"{str(row)[:60]!r} is not an object with fields")
+        row = dict(row)  # readers take optional columns out of it
         form = _find_form(row)
         if form == "text":
             record = {"kind": "text", "text": row["text"]}
@@ -725,17 +714,18 @@ def read_record(row, where, tokenizer):
             record = _read_ids(row, tokenizer)
         else:  # optional: prompts and chats
             record = _read_prompt_or_chat(form, row, tokenizer)
+        _check_columns(row)
         text = record["text"] + record.get("completion", "")
-        if "\0" in text or (not text.isascii() and re.search("[\ud800-\udfff]", text)):
-            raise ValueError("has a zero byte or a lone surrogate, which no text has")
-        _check_columns(row, record.get("used", ()))
-    return {"n_bytes": len(text.encode())} | record
+        if "\0" in text:
+            raise ValueError("has a zero byte, which no text has")
+        n_bytes = len(text.encode())  # refuses half a character
+    return {"n_bytes": n_bytes} | record
 
 
-def _check_columns(row, used):
-    """Raise ValueError for a column of UNREAD_COLUMNS that has a value and is not used."""
+def _check_columns(row):
+    """Raise ValueError for a column of UNREAD_COLUMNS that has a value."""
     for name in UNREAD_COLUMNS:
-        if name not in used and not _is_empty(row.get(name)):
+        if not _is_empty(row.get(name)):
             raise ValueError(f"no token would hold the column {name}; remove it, or name the "
                              "columns to use, as in --columns messages=messages")
 
@@ -782,32 +772,16 @@ def _find_form(row):
 
 
 def encode_records(records, tokenizer):
-    """[(ids, ignored)] of records of `read_record`. ignored: 1 for each id that is not a label,
-    or one bool for all ids.
+    """Add "ids" and "ignored" to records of read_record, and return them. ignored: 1 for each id
+    that is not a label, or one bool for all ids.
     """
     # All texts in one list: a tokenizer's library uses all cores for a list.
-    texts = [record["text"] for record in records if record["kind"] in ("text", "pair")]
-    encoded = iter(tokenizer["encode_batch"](texts))
-    # Optional: completions of prompts, and chats.
-    texts = [record["completion"] for record in records if record["kind"] == "pair"]
-    completions = iter(tokenizer["encode_continuations"](texts))
-    texts = [record["text"] for record in records if record["kind"] == "chat"]
-    chats = iter(tokenizer["encode_with_offsets"](texts))
-
-    pairs = []
-    for record in records:
-        if record["kind"] == "text":
-            pairs.append((next(encoded), False))
-        elif record["kind"] == "pair":
-            prompt = next(encoded)
-            completion = next(completions)
-            ignored = np.repeat([1, 0], [len(prompt), len(completion)])
-            pairs.append((np.concatenate([prompt, completion]), ignored))
-        elif record["kind"] == "chat":
-            pairs.append(_ignore_outside(next(chats), record, tokenizer))
-        else:
-            pairs.append((record["ids"], record["ignored"]))
-    return pairs
+    texts = [record for record in records if record["kind"] == "text"]
+    encoded = tokenizer["encode_batch"]([record["text"] for record in texts])
+    for record, ids in zip(texts, encoded):
+        record.update(ids=ids, ignored=False)
+    _encode_pairs_and_chats(records, tokenizer)  # optional: prompts and chats
+    return records
 
 
 def rows_in(path, size, columns=()):
@@ -953,9 +927,9 @@ def _write_once(folder, write, read):
 # ---- the tokenizer
 
 def make_tokenizer(name, eos_token=""):
-    """Make a tokenizer: "bytes", a tokenizer.json, a folder that transformers saved,
-    tiktoken:ENCODING, or a meta.pkl of nanoGPT. eos_token: the token that ends a document; empty:
-    the tokenizer's own. Unchanged files are not read again.
+    """Make a tokenizer: "bytes", a tokenizer.json, a folder that transformers saved, or
+    tiktoken:ENCODING. eos_token: the token that ends a document; empty: the tokenizer's own.
+    Unchanged files are not read again.
 
     Special tokens that are written out in a text become their ids, in all tokenizers but bytes,
     which has none.
@@ -969,7 +943,6 @@ def make_tokenizer(name, eos_token=""):
         "n_ids": number of ids that a row of token ids may have; missing: vocab_size,
         "bos", "eos": ids around a document; bos None: an eos stands before it, too; eos None: the
             tokenizer can only be used with token files,
-        "start": the id before the first one of a sample, where "bos" and "eos" are None,
         "stops": ids that end a sample,
         "special_tokens": {text: id},
         "openings": ids that may begin a prompt: those of special_tokens, but not of all that were
@@ -992,8 +965,6 @@ def _read_tokenizer(name, eos_token, written_at):
         library = _bytes_tokenizer(eos_token)
     elif name.startswith("tiktoken:"):
         library = _tiktoken_tokenizer(name, eos_token)
-    elif name.endswith(".pkl"):
-        library = _character_tokenizer(name, eos_token)
     else:
         library = _hf_tokenizer(name, eos_token)
     n, eos = library["vocab_size"], library["eos"]
@@ -1017,7 +988,7 @@ def _read_tokenizer(name, eos_token, written_at):
     special_tokens = library.get("special_tokens", {})
     defaults = {
         "encode_with_offsets": lambda texts: [],  # without a chat template there are no chats
-        "bos": None, "start": eos or 0, "stops": {eos} - {None}, "special_tokens": special_tokens,
+        "bos": None, "stops": {eos} - {None}, "special_tokens": special_tokens,
         "openings": {*special_tokens.values()}, "chat": lambda: None, "key": name,
         "piece": 2**14 if _can_cut(encode_batch, special_tokens) else -1,
     }
@@ -1059,8 +1030,8 @@ def _encode_bytes(texts):
 
 
 def make_cfg_tokenizer(cfg):
-    """Make the tokenizer of a config. If token files have ids of an unknown vocabulary, ids are
-    shown as numbers: as bytes, they would look like text.
+    """Make the tokenizer of a config. The ids of token files without one are shown as numbers: as
+    bytes, they would look like text.
     """
     tokenizer = make_tokenizer(cfg.tokenizer, cfg.eos_token)
     # Optional: rows of token ids, which may be any of the model's.
@@ -1068,33 +1039,17 @@ def make_cfg_tokenizer(cfg):
         dtype = np.min_scalar_type(cfg.vocab_size - 1)
         tokenizer |= {"n_ids": cfg.vocab_size, "dtype": dtype,
                       "key": [*tokenizer["key"], str(dtype)]}
-    if cfg.tokenizer == "bytes" and cfg.vocab_size > 256 and has_only_token_files(cfg):
+    if cfg.tokenizer == "bytes" and has_only_token_files(cfg):
         eos = cfg.eod_id if cfg.eod_id >= 0 else None
         tokenizer |= {"encode": _refuse_text, "decode": _decode_numbers, "eos": eos,
                       "stops": {eos} - {None}}
     return tokenizer
 
 
-def find_meta_pkl(cfg):
-    """The path of the meta.pkl that nanoGPT wrote beside the token files of a config; None without
-    one, or when a tokenizer was chosen.
-    """
-    is_chosen = "tokenizer" in cfg.explicit or cfg.tokenizer != "bytes"
-    if is_chosen or not has_only_token_files(cfg):
-        return None
-    path = Path(_data_patterns(cfg)[0]).parent / "meta.pkl"
-    return str(path) if path.is_file() else None
-
-
 def has_only_token_files(cfg):
     """Whether all data of a config is files of token ids."""
-    patterns = _data_patterns(cfg)
+    patterns = [*(mixture_weights(cfg.data) or cfg.data), *cfg.val_data]
     return bool(patterns) and all(name.lower().endswith(TOKEN_FILES) for name in patterns)
-
-
-def _data_patterns(cfg):
-    """The files and globs that a config names as training and validation data."""
-    return [*(mixture_weights(cfg.data) or cfg.data), *cfg.val_data]
 
 
 def _refuse_text(text):
@@ -1519,14 +1474,15 @@ def _pack_shard(shard, seq_format):
     return shard | {"row_bounds": bounds, "spans": spans}
 
 
-def _packed_batch(dataset, shard_of, offsets):
-    """Build a batch of packed rows, with "segments" (0: padding) and "positions"."""
-    seq_format = dataset["seq_format"]
+def _packed_batch(shards, offsets, seq_format):
+    """Build a batch of packed rows, with "segments" (0: padding) and "positions".
+
+    offsets: index of each row among the rows of its shard.
+    """
     T = seq_format["seq_len"]
     names = ("tokens", "labels", "segments", "positions")
     batch = {name: np.zeros((len(offsets), T), np.int32) for name in names}
     batch["labels"][:] = IGNORE
-    shards = [dataset["shards"][i] for i in shard_of.tolist()]
     for row, (shard, offset) in enumerate(zip(shards, offsets.tolist())):
         first, last = shard["row_bounds"][offset : offset + 2]
         spans = shard["spans"][first:last]
@@ -1654,17 +1610,16 @@ def _integers(row, name, default=None):
 
 def _read_prompt_or_chat(form, row, tokenizer):
     """The record of a row that is not a plain text; see `read_record`."""
-    used = []  # columns beside those of the form
     prompt = []
     if form == "prompt, completion":
         prompt = messages_in(row["prompt"])
         completion = messages_in(row["completion"])
     elif form == "instruction, output":
-        used = ["input"]
         prompt = row["instruction"] + "\n\n"
         completion = row["output"]
-        if not _is_empty(row.get("input")):
-            prompt += _content_text(row["input"]) + "\n\n"
+        more = row.pop("input", "")
+        if not _is_empty(more):
+            prompt += _content_text(more) + "\n\n"
         # A tokenizer without a chat template gets a prompt and a completion.
         if tokenizer["chat"]():
             prompt = [{"role": "user", "content": prompt.removesuffix("\n\n")}]
@@ -1672,11 +1627,28 @@ def _read_prompt_or_chat(form, row, tokenizer):
     else:
         completion = messages_in(row[form])
     if isinstance(prompt, str) and isinstance(completion, str):
-        return {"kind": "pair", "text": prompt, "completion": completion, "used": used}
+        return {"kind": "pair", "text": prompt, "completion": completion}
     # Of a prompt and its completion, only the completion has labels.
     prompt = [*_system_messages(row), *prompt]
-    text, spans = render_chat([*prompt, *completion], row.get("tools"), tokenizer, len(prompt))
-    return {"kind": "chat", "text": text, "spans": spans, "used": ["system", "tools", *used]}
+    messages = [*prompt, *completion]
+    text, spans = render_chat(messages, row.pop("tools", None), tokenizer, len(prompt))
+    return {"kind": "chat", "text": text, "spans": spans}
+
+
+def _encode_pairs_and_chats(records, tokenizer):
+    """Add "ids" and "ignored" to the records of prompts with completions, and of chats."""
+    pairs = [record for record in records if record["kind"] == "pair"]
+    prompts = tokenizer["encode_batch"]([record["text"] for record in pairs])
+    completions = tokenizer["encode_continuations"]([record["completion"] for record in pairs])
+    for record, prompt, completion in zip(pairs, prompts, completions):
+        record["ids"] = np.concatenate([prompt, completion])
+        record["ignored"] = np.repeat([1, 0], [len(prompt), len(completion)])
+
+    chats = [record for record in records if record["kind"] == "chat"]
+    encoded = tokenizer["encode_with_offsets"]([record["text"] for record in chats])
+    for record, (ids, starts, ends) in zip(chats, encoded):
+        record["ids"] = ids
+        record["ignored"] = _ignore_outside(record, ids, starts, ends, tokenizer)
 
 
 def messages_in(value):
@@ -1708,10 +1680,10 @@ def _with_role(message):
 
 
 def _system_messages(row):
-    """The message in the column system of a row, in a list; an empty list without one."""
-    if _is_empty(row.get("system")):
-        return []
-    return [{"role": "system", "content": row["system"]}]
+    """The message in the column system, taken out of a row, in a list; an empty list without one.
+    """
+    system = row.pop("system", None)
+    return [] if _is_empty(system) else [{"role": "system", "content": system}]
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -1900,12 +1872,10 @@ def _parsed(value):
     return _parse_json(value, repr(value[:60])) if isinstance(value, str) else value
 
 
-def _ignore_outside(encoded, record, tokenizer):
-    """(ids, ignored) of a chat: only tokens in the spans of the record are labels.
-
-    encoded: (ids, first character of each, the one after its last).
+def _ignore_outside(record, ids, starts, ends, tokenizer):
+    """1 for each id of a chat that is not in its spans. starts, ends: the first character of each
+    id and the one after its last.
     """
-    ids, starts, ends = encoded
     # A token may span the border of an answer. But a special token that takes the space beside it
     # is where its own text is, and it is a label where it ends.
     is_special = np.isin(ids, [*tokenizer["special_tokens"].values()])
@@ -1916,7 +1886,7 @@ def _ignore_outside(encoded, record, tokenizer):
     ignored = np.ones(len(ids), np.uint8)
     for first, last in record["spans"]:
         ignored[(ends > first) & (starts < last) & ~(is_special & (ends > last))] = 0
-    return ids, ignored
+    return ignored
 
 
 def _describe_labels(dataset):
@@ -2032,7 +2002,7 @@ def prompt_ids(text, tokenizer):
     begins = bool(ids) and ids[0] in tokenizer["openings"]
     if first is not None and not begins:
         ids.insert(0, first)
-    return ids or [tokenizer["start"]]
+    return ids or [0]
 
 
 def read_prompts(path, tokenizer):
@@ -2042,30 +2012,23 @@ def read_prompts(path, tokenizer):
     """
     file, = expand([path], field="prompts")
     texts = []
-    if _file_kind(file).endswith(JSON_FILES):
-        for where, row in _json_rows(file):
-            with as_value_error(where, ValueError, TypeError, AttributeError):
-                texts.append(_prompt_of_row(row, tokenizer))
-    else:
-        with _open_utf8(file) as lines:
-            texts = [line.rstrip("\r\n") for line in lines if line.strip()]
+    for where, row, _ in rows_in(file, -1):
+        if where == str(file):  # all of a text file
+            texts += [line.rstrip("\r") for line in row["text"].split("\n") if line.strip()]
+            continue
+        with as_value_error(where, ValueError, TypeError, AttributeError):
+            if ("prompt" in row) == ("messages" in row):
+                raise ValueError("must have either a text 'prompt' or a list 'messages': "
+                                 f"{str(row)[:80]}")
+            prompt = messages_in(row.get("prompt") or row.get("messages"))
+            if not isinstance(prompt, str):
+                messages = [*_system_messages(row), *prompt]
+                prompt = chat_prompt(messages, row.pop("tools", None), tokenizer)
+            _check_columns(row)
+            texts.append(prompt)
     if not texts:
         raise ValueError(f"prompts {path!r}: has no prompt")
     return texts
-
-
-def _prompt_of_row(row, tokenizer):
-    """The text of a row of a file of prompts."""
-    if ("prompt" in row) == ("messages" in row):
-        raise ValueError("must be an object with either a text 'prompt' or a list 'messages': "
-                         f"{str(row)[:80]}")
-    prompt = messages_in(row.get("prompt") or row.get("messages"))
-    used = ()
-    if not isinstance(prompt, str):
-        used = ("system", "tools")
-        prompt = chat_prompt([*_system_messages(row), *prompt], row.get("tools"), tokenizer)
-    _check_columns(row, used)
-    return prompt
 
 
 def chat_prompt(messages, tools, tokenizer):
@@ -2121,6 +2084,7 @@ def preview_prompt(dataset):
 # ---- file formats
 
 JSON_FILES = (".json", ".jsonl", ".ndjson")
+JSON_OBJECT = re.compile(r'\{\s*".*\}')  # a line with one, or so it seems
 
 
 def _row_reader(path, columns):
@@ -2137,7 +2101,7 @@ def _row_reader(path, columns):
         return partial(_table_rows, columns=columns)
     # JSON may have any name. If most of its first lines are objects, the others are errors.
     lines = _first_lines(path)
-    n_objects = sum(_is_object(line.strip("[],")) for line in lines)
+    n_objects = sum(bool(JSON_OBJECT.fullmatch(line.strip("[],"))) for line in lines)
     if kind.endswith(JSON_FILES) or n_objects > len(lines) / 2:
         return _json_rows
     return None
@@ -2149,30 +2113,21 @@ def _first_lines(path):
         return list(islice(filter(None, map(str.strip, file)), 3))
 
 
-def _is_object(text):
-    """Whether a text is a JSON object."""
-    if text.startswith("{"):  # of most text files, nothing is parsed
-        with contextlib.suppress(ValueError, RecursionError):
-            json.loads(text)
-            return True
-    return False
-
-
 def _json_rows(path):
-    """Yield the rows of a JSON file: one a line; or, if its first line is not a complete row, the
-    one value in the file, or its items if it is an array.
+    """Yield the rows of a JSON file: one a line; or, if its first line is not an object, the one
+    value in the file, or its items if it is an array.
     """
-    first_lines = _first_lines(path)
+    is_by_line = all(map(JSON_OBJECT.fullmatch, _first_lines(path)[:1]))
     with _open_utf8(path) as file:
-        if first_lines and not _is_object(first_lines[0]):
+        if is_by_line:
+            for i, line in enumerate(file, 1):
+                if line.strip():
+                    where = f"{path} line {i}"
+                    yield where, _parse_json(line, where)
+        else:
             value = _parse_json(file.read(), path)
             for i, row in enumerate(value if isinstance(value, list) else [value], 1):
                 yield f"{path} row {i}", row
-            return
-        for i, line in enumerate(file, 1):
-            if line.strip():
-                where = f"{path} line {i}"
-                yield where, _parse_json(line, where)
 
 
 def _parse_json(text, where):
@@ -2337,7 +2292,7 @@ def _hf_tokenizer(name, eos_token):
                              f"{', '.join(missing)}; {_HOW_TO_MAKE}")
         # As transformers does: a token that is named is not cut into pieces.
         tok.add_special_tokens(sorted(named))
-        eos_name = eos_token or _token_text(settings.get("eos_token"))
+        eos_name = eos_token or settings.get("eos_token")
         eos = tok.token_to_id(eos_name) if eos_name else None
     if hasattr(tok.model, "dropout"):  # BPE dropout would draw at random
         tok.model.dropout = None
@@ -2352,11 +2307,10 @@ def _hf_tokenizer(name, eos_token):
     more_stops = np.ravel(generation.get("eos_token_id", [])).tolist()
     stops = {eos, *known, *more_stops} - {None}
 
-    # The first id that it puts before a text, other than eos, is its bos.
-    probe = "a" if eos is None else tok.id_to_token(eos)
-    plain_ids = tok.encode(probe, add_special_tokens=False).ids
-    first_ids = tok.encode(probe).ids[:1]
-    bos = None if first_ids in ([], [eos], plain_ids[:1]) else first_ids[0]
+    # An id that it puts before a text, other than eos, is its bos.
+    probe = tok.encode("a" if eos is None else tok.id_to_token(eos))
+    has_bos = probe.special_tokens_mask[:1] == [1] and probe.ids[0] != eos
+    bos = probe.ids[0] if has_bos else None
 
     # BPE without an unknown token drops what it lacks. A name that is no token makes it an error.
     if getattr(tok.model, "unk_token", "") is None:
@@ -2394,68 +2348,29 @@ def _hf_tokenizer(name, eos_token):
     }
 
 
-# Instructions of a pickle that import something; without them none can run code.
-IMPORTS = {"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}
-
-
-def _character_tokenizer(name, eos_token):
-    """Read a tokenizer of single characters: the meta.pkl that nanoGPT writes beside token files.
-
-    It has no end-of-document token, unless eos_token names one of its characters. A pickle that
-    could run code is refused.
-    """
-    rule = (f"tokenizer {name!r}: must be a pickle of {{'stoi': {{character: id}}}}, as nanoGPT "
-            "writes it beside its token files")
-    with as_value_error(rule, Exception):
-        content = Path(name).read_bytes()
-        if any(opcode.name in IMPORTS for opcode, _, _ in pickletools.genops(content)):
-            raise ValueError("refused, since it imports something, which may run code")
-        id_of = pickle.loads(content)["stoi"]
-        character_of = {i: character for character, i in id_of.items()}
-
-    def encode_batch(texts):
-        with as_value_error(f"tokenizer {name!r}: has no token for", KeyError):
-            return [[id_of[character] for character in text] for text in texts]
-
-    def decode(ids):
-        return "".join(character_of.get(i, f"<{i}>") for i in ids)
-
-    # A sample starts on a new line, as in nanoGPT.
-    return {
-        "encode_batch": encode_batch,
-        "decode": decode,
-        "vocab_size": max(character_of) + 1,
-        "eos": id_of.get(eos_token),
-        "start": id_of.get("\n", 0),
-        "key": zlib.crc32(content),
-    }
-
-
 _HOW_TO_MAKE = ("Make one: python -c \"from transformers import AutoTokenizer as T; "
                 "T.from_pretrained('FOLDER').save_pretrained('FOLDER')\"")
 
 
 def _named_tokens(settings):
     """The texts of the tokens that a settings file names."""
-    entries = [*settings.get("added_tokens_decoder", {}).values()]
+    texts = [*settings.get("added_tokens_decoder", {}).values()]
     for field, value in settings.items():
         if field.endswith("_token"):
-            entries.append(value)
+            texts.append(value)
         elif field.endswith("special_tokens"):  # additional_special_tokens, extra_special_tokens
-            entries += value.values() if isinstance(value, dict) else value
-    texts = map(_token_text, entries)
+            texts += value.values() if isinstance(value, dict) else value
     return {text for text in texts if isinstance(text, str) and text}
 
 
-def _token_text(entry):
-    """The text of a token, which some files write as an object."""
-    return entry.get("content") if isinstance(entry, dict) else entry
-
-
 def _read_settings(folder, name):
-    """The object in a JSON file of a tokenizer's folder; {} without that file."""
+    """The object in a JSON file of a tokenizer's folder; {} without that file. A token that is
+    written as an object is replaced by its text.
+    """
     path = Path(folder, name)
-    return json.loads(path.read_bytes()) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    return json.loads(path.read_bytes(), object_hook=lambda entry: entry.get("content", entry))
 
 
 def _without_first_space(library, tok):
@@ -2532,11 +2447,8 @@ def copy_tokenizer(name, folder):
 HUB_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")
 HUB_WEIGHTS = ("model*.safetensors",)
 
-# The name, with a revision that is not a commit, the kind, the repository, and the commit.
-HUB_NAME = (r"(hf://(datasets/)?([\w.-]+/[\w.-]+)(?:@(?![0-9a-f]{40}\b)([^@/\s=]+))?)"
-            r"(?:@([0-9a-f]{40}))?(?=[/\s=]|$)")
 
-
+@cache
 def hub_path(name, weights=False):
     """Fetch the files of a name on the Hub into its cache; return their local path. Another name is
     returned unchanged.
@@ -2547,55 +2459,21 @@ def hub_path(name, weights=False):
     """
     if not name.startswith("hf://"):
         return name
-    path = parse_hub(name)["rest"].strip("/")
+    match = re.fullmatch(r"hf://(datasets/)?([\w.-]+/[\w.-]+)(?:@([^@/\s]+))?(?:/(.*))?", name)
+    if not match:
+        raise ValueError(f"{name}: a name on the Hub must be hf://ORG/NAME, hf://ORG/NAME@REVISION "
+                         "or hf://datasets/ORG/NAME@REVISION/PATTERN; write / in a revision as %2F")
+    is_dataset, repo, revision, path = match.groups(default="")
     patterns = HUB_SETTINGS + HUB_WEIGHTS if weights else HUB_SETTINGS
     if path:  # in these patterns * also matches /; a path may be a folder of datasets
         patterns = (path.replace("**/", "*"), f"{path}/*")
-    return str(Path(_fetch_hub(name, patterns), path))
-
-
-def resolve_hub(text, earlier=()):
-    """A text that begins with a name on the Hub, with the commit of that name: 'hf://ORG/NAME
-    load=embed' becomes 'hf://ORG/NAME@COMMIT load=embed', and @BRANCH becomes @BRANCH@COMMIT.
-
-    earlier: texts that this function has returned. If one of them has the name, its commit is used.
-    """
-    hub = parse_hub(text)
-    commits = {other["name"]: other["commit"] for other in map(parse_hub, earlier)}
-    commit = hub["commit"] or commits.get(hub["name"])
-    if not commit:  # asked again for each run: the branch may have moved
-        commit = Path(_fetch_hub.__wrapped__(text, ())).name  # the folder has the commit's name
-    return f"{hub['name']}@{commit}{hub['rest']}"
-
-
-def parse_hub(text):
-    """The parts of a text that begins with a name on the Hub: {
-        "name": hf://ORG/NAME, with @REVISION if the text has one that is not a commit,
-        "kind": "model" or "dataset", "repo": ORG/NAME, "revision": that or the commit, or None,
-        "commit": 40 digits, or "" if the text has none,
-        "rest": the text after all this}.
-    """
-    match = re.match(HUB_NAME, text)
-    if not match:
-        raise ValueError(f"{text}: a name on the Hub must be hf://ORG/NAME, hf://ORG/NAME@REVISION "
-                         "or hf://datasets/ORG/NAME@REVISION/PATTERN; write / in a revision as %2F")
-    name, is_dataset, repo, revision, commit = match.groups(default="")
-    return {"name": name, "kind": "dataset" if is_dataset else "model", "repo": repo,
-            "revision": commit or unquote(revision) or None, "commit": commit,
-            "rest": text[match.end():]}
-
-
-@cache
-def _fetch_hub(name, patterns):
-    """Fetch the files of these patterns; return the local folder of the repository, whose name is
-    the commit. The library uses its cache where it has the files, or where there is no network.
-    """
-    hub = parse_hub(name)
-    library = require("huggingface_hub", hub["name"])
-    with as_value_error(hub["name"], Exception):
-        return library.snapshot_download(
-            hub["repo"], repo_type=hub["kind"], revision=hub["revision"],
-            allow_patterns=list(patterns))
+    library = require("huggingface_hub", name)
+    kind = "dataset" if is_dataset else "model"
+    with as_value_error(name, Exception):
+        # The library uses its cache where it has the files, or where there is no network.
+        folder = library.snapshot_download(repo, repo_type=kind, revision=unquote(revision) or None,
+                                           allow_patterns=list(patterns))
+    return os.path.join(folder, path)
 
 
 # ---- custom tasks

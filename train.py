@@ -19,7 +19,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import resource
 import runpy
 import signal
@@ -208,12 +207,6 @@ def prepare(cfg, hooks, rows=None):
         cfg = write_rows(cfg, rows)
     if not cfg.out_dir:  # from Python: the command line has chosen one
         cfg = dataclasses.replace(cfg, out_dir=config.derive_out_dir(cfg))
-    cfg = resolve_hub_names(cfg)
-    # Optional: the characters of nanoGPT's token files.
-    meta_pkl = data.find_meta_pkl(cfg)
-    if meta_pkl:
-        print0(f"tokenizer: {meta_pkl}, which nanoGPT wrote beside the data")
-        cfg = dataclasses.replace(cfg, tokenizer=meta_pkl)
     hooks = (*hooks, *load_hooks(cfg.hooks))
     return cfg, hooks
 
@@ -2028,8 +2021,8 @@ def is_user_error(error):
 #
 # The optional sections, in this order: rows from Python, best checkpoint, branches of a run,
 # validation data that comes later, exports during a run, dynamic sources of parameters, Hugging
-# Face weights, names on the Hub, modes without a loop, memory estimates, hooks from files, several
-# processes, profiler, plot, trackers. Then the observers that run.
+# Face weights, modes without a loop, memory estimates, hooks from files, several processes,
+# profiler, plot, trackers. Then the observers that run.
 
 
 # ---- rows from Python
@@ -2267,36 +2260,6 @@ def write_generation_config(path, tokenizer):
     if stops:
         settings = ckpt.read_json(path) | {"eos_token_id": sorted(stops)}
         path.write_text(json.dumps(settings, indent=1), encoding="utf-8")
-
-
-# ---- names on the Hub
-
-
-# Fields whose texts may begin with one; in val_data, NAME= may stand before it.
-HUB_FIELDS = ("init_from", "tokenizer", "data", "val_data")
-HUB_NAME = r'hf://[^"\s=]*'
-
-
-def resolve_hub_names(cfg):
-    """cfg with a commit in each name on the Hub. If the run in out_dir has chosen a commit for a
-    name, it resumes with that one, though the branch may have moved. Process 0 chooses for all.
-    """
-    texts = json.dumps({name: getattr(cfg, name) for name in HUB_FIELDS})
-    if "hf://" not in texts:
-        return cfg
-    earlier = []
-    if cfg.resume != "overwrite":
-        saved = ckpt.read_json(Path(cfg.out_dir, "config.json"))
-        earlier = re.findall(HUB_NAME, json.dumps(saved))
-
-    def resolve():
-        return re.sub(HUB_NAME, lambda name: data.resolve_hub(name[0], earlier), texts)
-
-    changes = json.loads(ckpt.broadcast_from_main(resolve))
-    for name, value in changes.items():
-        if isinstance(value, list):
-            changes[name] = tuple(value)
-    return dataclasses.replace(cfg, **changes)
 
 
 # ---- modes without a loop

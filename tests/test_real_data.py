@@ -7,7 +7,6 @@ import gzip
 import json
 import math
 import os
-import pickle
 import random
 import re
 import subprocess
@@ -191,6 +190,13 @@ def labels_of(row, tokenizer):
     return [record["text"][first:last] for first, last in record["spans"]]
 
 
+def encoded(messages, tokenizer):
+    """(ids, which are labels) of a conversation."""
+    record = data.read_record({"messages": messages}, "row", tokenizer)
+    record, = data.encode_records([record], tokenizer)
+    return record["ids"], record["ignored"] == 0
+
+
 def tokenized(path, tokenizer, tmp_path, columns=()):
     """The shard of a file, and its documents as [(ids, is label)]."""
     shard = data.tokenize_files([path], tokenizer, tmp_path / "cache", columns)
@@ -250,10 +256,9 @@ def test_labels_are_those_of_transformers(family, tmp_path):
         messages = rendered_keys(messages, template)
         wanted = library.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True)
-        example = data.read_record({"messages": messages}, "row", tokenizer)
-        (ids, ignored), = data.encode_records([example], tokenizer)
+        ids, is_label = encoded(messages, tokenizer)
         assert ids.tolist() == wanted["input_ids"]
-        return ids, np.asarray(ignored) == 0, np.array(wanted["assistant_masks"]) == 1
+        return ids, is_label, np.array(wanted["assistant_masks"]) == 1
 
     for name, messages in CONVERSATIONS.items():
         # Gemma's template refuses tools. In the other two, the end of a call cannot be decided.
@@ -455,7 +460,7 @@ CHAT_ROWS = {
     "loss_mask": ({"messages": [USER, said("assistant", "a", loss_mask=0)]},
                   "message 2: loss_mask is not known to the chat template"),
     "half a character": ({"messages": [said("user", "\ud83d"), said("assistant", "a")]},
-                         "has a zero byte or a lone surrogate"),
+                         "surrogates not allowed"),
     "Alpaca": ({"instruction": "low", "input": "er", "output": "a"}, "a<|im_end|>"),
     "Alpaca with a history": ({"instruction": "low", "output": "a", "history": [["b", "c"]]},
                               "no token would hold the column history"),
@@ -554,9 +559,8 @@ def test_marks_that_take_the_space_beside_them(lstrip, rstrip, tmp_path):
                 "{% if add_generation_prompt %}{{ '<|assistant|>x' }}{% endif %}")
     tokenizer = chat_tokenizer(tmp_path / "t", template, tok)
     messages = [USER, said("assistant", " a "), USER, said("assistant", " b")]
-    example = data.read_record({"messages": messages}, "row", tokenizer)
-    (ids, ignored), = data.encode_records([example], tokenizer)
-    labels = tokenizer["decode"](ids[ignored == 0])
+    ids, is_label = encoded(messages, tokenizer)
+    labels = tokenizer["decode"](ids[is_label])
     assert "|>x" not in labels and "a" in labels and "b" in labels
 
 
@@ -738,76 +742,6 @@ def test_a_tokenizer_is_read_once(tmp_path):
     assert data.make_tokenizer(folder)["eos"] != before["eos"]
 
 
-# A text, and nanoGPT's table of its characters.
-CHARACTERS = "to be,\n\u00e9\u4e09"
-STOI = {c: i for i, c in enumerate(sorted(set(CHARACTERS)))}
-
-
-def make_meta(path, protocol=None, **changes):
-    """Write a meta.pkl as nanoGPT does; return its path."""
-    meta = {"vocab_size": len(STOI), "itos": {i: c for c, i in STOI.items()}, "stoi": STOI}
-    path.write_bytes(pickle.dumps(meta | changes, protocol))
-    return str(path)
-
-
-@pytest.mark.parametrize("protocol", (0, 2, pickle.HIGHEST_PROTOCOL))
-def test_the_characters_of_nanogpt(protocol, tmp_path):
-    """A meta.pkl encodes and decodes characters by its table, and names what it lacks.
-
-    Break: data.py: return [[id_of[character] for character in text] for text in texts] => return
-    [[0 for character in text] for text in texts]
-    """
-    name = make_meta(tmp_path / "meta.pkl", protocol)
-    tokenizer = data.make_tokenizer(name)
-    ids = tokenizer["encode"](CHARACTERS)
-    assert ids.tolist() == [STOI[c] for c in CHARACTERS]
-    assert tokenizer["decode"]([*ids, 99]) == CHARACTERS + "<99>"
-    assert tokenizer["vocab_size"] == len(STOI)
-    assert (tokenizer["bos"], tokenizer["eos"], tokenizer["stops"]) == (None, None, set())
-    with pytest.raises(ValueError, match="has no token for: 'X'"):
-        tokenizer["encode"]("to XYX")
-    (tmp_path / "a.txt").write_text("to be")
-    with pytest.raises(ValueError, match="has no end-of-document token, which the text in .*a.txt"):
-        data.open_dataset([tmp_path / "a.txt"], tokenizer, folder=tmp_path / "cache")
-    lines = data.make_tokenizer(name, "\n")
-    dataset = data.open_dataset([tmp_path / "a.txt"], lines, folder=tmp_path / "cache")
-    assert lines["decode"](dataset["shards"][0]["tokens"]) == "\nto be\n"
-    for prompt, text in (("", "\n"), ("to be", "to be")):
-        found, = data.sample_prompts(config.Config(tokenizer=name, prompt=prompt), tokenizer)
-        assert (found["ids"], found["stops"]) == ([STOI[c] for c in text], [])
-
-
-@pytest.mark.parametrize("content, words", [
-    (b"cos\nsystem\n(Vtouch pwned\ntR.", "which may run code"),
-    (pickle.dumps(["a"]), "must be a pickle of")])
-def test_a_pickle_that_is_no_table_of_characters(content, words, tmp_path, monkeypatch):
-    """It is refused by name, and a pickle runs nothing.
-
-    Break: data.py: if any(opcode.name in IMPORTS for => if any(opcode.name in () for
-    """
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "meta.pkl").write_bytes(content)
-    with pytest.raises(ValueError, match=f"meta.pkl': .*{words}"):
-        data.make_tokenizer(str(tmp_path / "meta.pkl"))
-    assert not (tmp_path / "pwned").exists()
-
-
-def test_the_characters_beside_token_files_of_nanogpt(tmp_path, capsys):
-    """Without --tokenizer, the meta.pkl beside train.bin is the tokenizer.
-
-    Break: train.py: cfg = dataclasses.replace(cfg, tokenizer=meta_pkl) => pass
-    """
-    make_meta(tmp_path / "meta.pkl")
-    path = tmp_path / "train.bin"
-    np.arange(99, dtype=np.uint16).tofile(path)
-    cfg = config.Config(data=(str(path),), out_dir=str(tmp_path / "run"))
-    cfg, _ = train.prepare(cfg, ())
-    assert cfg.tokenizer == str(tmp_path / "meta.pkl")
-    assert "meta.pkl, which nanoGPT wrote beside the data" in capsys.readouterr().out
-    for choice in ({"tokenizer": "tiktoken:gpt2"}, {"explicit": ("tokenizer",)}):
-        assert data.find_meta_pkl(config.Config(data=(str(path),), **choice)) is None
-
-
 @pytest.mark.parametrize("scheme", ["first", "always", "prepended"])
 def test_a_completion_keeps_its_spaces(scheme, tmp_path):
     """A prompt and its completion decode to the whole text, and have its ids.
@@ -938,7 +872,7 @@ def test_prompts_of_a_file(tmp_path):
 
     answered = json.dumps({"messages": longer[:2]})
     for text, words in (
-            ('{"prompt": "a"}\n{"text": "a"}\n', "b.jsonl line 2: must be an object with either"),
+            ('{"prompt": "a"}\n{"text": "a"}\n', "b.jsonl line 2: must have either a text"),
             ('{"prompt": 3}\n', "b.jsonl line 1: Value after * must be an it"),
             ('{"prompt": "a", "system": "b"}', "b.jsonl line 1: no token would hold the column s"),
             (f'{{"prompt": "a"}}\n{answered}\n', "line 2: the last message is the assistant's"),
@@ -1212,7 +1146,7 @@ def test_examples_of_texts(tmp_path):
     ids = np.append(batch["tokens"][row, shown], IGNORE)
     """
     rows = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in ("a b", "", "long" * 99)])
-    np.save(tmp_path / "a.npy", np.arange(97, 120, dtype=np.uint8))
+    (tmp_path / "a.txt").write_text("abcdefghi")
 
     def shown(path, **changes):
         cfg = config.Config(data=(str(path),), val_frac=0.0, token_cache=str(tmp_path / "cache"),
@@ -1220,7 +1154,7 @@ def test_examples_of_texts(tmp_path):
         examples = data.open_text(("train",), cfg)["train"]["preview"]()
         return [train.mark_labels(example) for example in examples]
 
-    assert shown(tmp_path / "a.npy", seq_len=4) == ["a{+bcde+}", "e{+fghi+}"]
+    assert shown(tmp_path / "a.txt", seq_len=4) == ["\\x00{+abcd+}", "d{+efgh+}"]
     assert shown(rows, seq_len=50, packing="none") == [
         "\\x00{+a b\\x00+}", "\\x00{+" + ("long" * 99)[:50] + "+}"]
     first, _ = shown(rows, seq_len=200)
@@ -1237,7 +1171,6 @@ def test_ids_of_an_unknown_vocabulary(tmp_path):
     tokenizer = data.make_cfg_tokenizer(cfg)
     assert tokenizer["decode"]([72, 300, 105]) == "<72><300><105>"
     assert tokenizer["stops"] == {300}
-    assert data.make_cfg_tokenizer(dataclasses.replace(cfg, vocab_size=256))["decode"]([72]) == "H"
     with pytest.raises(ValueError, match="in the data are not bytes, so that 'Hi' has no ids; set"):
         tokenizer["encode"]("Hi")
 

@@ -176,9 +176,9 @@ def split_conversations(prompt, chosen, rejected):
 
 def encode_answer(row, tokenizer, where):
     """(ids, which of them are labels) of a row with a prompt and its completion."""
-    example = data.read_record(row, where, tokenizer)
-    (ids, ignored), = data.encode_records([example], tokenizer)
-    if example["kind"] == "pair":
+    record, = data.encode_records([data.read_record(row, where, tokenizer)], tokenizer)
+    ids, ignored = record["ids"], record["ignored"]
+    if record["kind"] == "pair":
         data.check_has_end(tokenizer, where)
         begin = tokenizer["eos"] if tokenizer["bos"] is None else tokenizer["bos"]
         ids = np.concatenate([[begin], ids, [tokenizer["eos"]]])
