@@ -215,7 +215,10 @@ def read_meta(root, step):
     """
     path = join_path(step_path(root, step), "meta.json")
     try:
-        content = json.loads(_read(_open(root, _step_name(step)), "meta.json"))
+        text = _read(_open(root, _step_name(step)), "meta.json")
+        if not text:
+            raise ValueError("no such file; a run has its checkpoints in OUT_DIR/ckpt")
+        content = json.loads(text)
         meta = content["body"]
         if _checksum(meta) != content["crc32"]:
             raise ValueError("its checksum does not match")
@@ -1115,7 +1118,8 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, s
     missing = expected_names(saved_names) - chosen
     if missing and is_complete:
         raise ValueError(f"init_from {', '.join(texts)}: no source has "
-                         f"{', '.join(sorted(missing))}")
+                         f"{', '.join(sorted(missing))}; of a run saved with --save_exclude, as "
+                         "LoRA factors, name the weights it began with first")
     return sources
 
 

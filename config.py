@@ -718,6 +718,8 @@ def _json_values(text, where, kind):
             errors.append(f"unknown key {name!r} ({_suggest_flag(name, kind)})")
         if isinstance(value, list):
             values[name] = tuple(value)
+    if errors:
+        errors.append("the run of a recipe is read by that recipe alone")
     raise_if_errors(errors + _field_errors(values, kind), where)
     for name, value in values.items():
         if types[name] is float:

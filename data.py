@@ -361,6 +361,7 @@ def file_opener(cfg, tokenizer):
 
 def _make_source(dataset, build_batch, cfg, tokenizer):
     """Make the source of a dataset. build_batch: batch_at or eval_batch_at."""
+    build_batch(dataset, 0, cfg.batch_size)  # wrong ids are an error before the compilation
     return {
         "n": dataset["n"],
         "batch": lambda step, rows, batch_size=cfg.batch_size: build_batch(

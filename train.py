@@ -2472,7 +2472,7 @@ def load_hooks(texts):
         if not Path(path).is_file():
             raise ValueError(f"hooks {text!r}: must be file.py:function; there is no file {path!r}")
         sys.path.append(os.path.dirname(os.path.abspath(path)))
-        functions = run_file(path)
+        functions = {key: x for key, x in run_file(path).items() if callable(x)}
         if name not in functions:
             raise ValueError(f"hooks {text!r}: the file has no function {name!r} "
                              f"({config.did_you_mean(name, functions)})")

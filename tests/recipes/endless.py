@@ -115,7 +115,11 @@ def _read_group(stream, cfg):
     rows = list(islice(stream["rows"], cfg.rows_at_once))
     stream["n_read"] = n_before + len(rows)
     if not rows:
-        config.raise_if_errors([f"ended after {n_before}; set fewer --steps"], "rows")
+        n_steps = start["draws"] // cfg.batch_size
+        error = f"ended after {n_before}, enough for {n_steps} steps; set --steps {n_steps}"
+        if not n_before:
+            error = "none has come; a run needs all of them, also when it resumes"
+        config.raise_if_errors([error], "rows")
 
     folder = stream["folder"] / str(n_before)
     path = data.write_rows(folder, f"rows-from-{n_before}", rows, cfg.columns)

@@ -4,6 +4,7 @@ parameters, freezing after a step, a new metric.
 
 python train.py --hooks tests/recipes/hooks.py:early_stopping tests/recipes/hooks.py:weight_norm
 """
+import contextlib
 from fnmatch import fnmatch
 from functools import wraps
 
@@ -108,7 +109,8 @@ def average_params(decay):
             kept["ema"] = jax.tree.map(jnp.copy, value["params"])
         if event == "resume":
             like = {"hooks": kept}
-            kept.update(ckpt.restore(value["root"], value["step"], like)["hooks"])
+            with contextlib.suppress(KeyError):  # the hook is new to the run: the average begins here
+                kept.update(ckpt.restore(value["root"], value["step"], like)["hooks"])
         if event == "state":
             kept["ema"] = add(kept["ema"], value)
         if event == "before_save":
