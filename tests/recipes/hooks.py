@@ -109,7 +109,7 @@ def average_params(decay):
             kept["ema"] = jax.tree.map(jnp.copy, value["params"])
         if event == "resume":
             like = {"hooks": kept}
-            with contextlib.suppress(KeyError):  # the hook is new to the run: the average begins here
+            with contextlib.suppress(KeyError):  # new to the run: the average begins here
                 kept.update(ckpt.restore(value["root"], value["step"], like)["hooks"])
         if event == "state":
             kept["ema"] = add(kept["ema"], value)
