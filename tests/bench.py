@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare this project with other libraries, in speed and memory.
 
-The rows are steps, launches, checkpoints, safetensors, data loaders, tokens, chats and clicks.
+The rows are steps, launches, checkpoints, data loaders, tokens, chats and clicks.
 
     python tests/bench.py [--only WORD ...] [--runs 3] [--json FILE]
 
@@ -27,7 +27,7 @@ import numpy as np
 
 # Functions import what they measure: a process that measures a peer must not import train.py, which
 # configures malloc.
-PACKAGES = ("jax", "torch", "flax", "orbax-checkpoint", "grain")
+PACKAGES = ("jax", "torch", "orbax-checkpoint", "grain")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/recipes")]
 
@@ -42,11 +42,11 @@ SHAPES = {
 SIZES = ("n_layers", "d_model", "n_heads", "vocab_size", "seq_len", "batch_size")
 
 
-def rate(step, tokens, seconds=6.0):
+def rate(step, tokens):
     """Return the median tokens per second of step(), which returns when its step is done."""
     step(), step()
     times, began = [], time.perf_counter()
-    while len(times) < 3 or time.perf_counter() - began < seconds:
+    while len(times) < 3 or time.perf_counter() - began < 6:
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
@@ -170,60 +170,6 @@ def step_torch(dtype, shape, compiled=""):
     return rate(*torch_train_step(SHAPES[shape], dtype, bool(compiled)))
 
 
-def step_flax(dtype, shape):
-    """Measure a Flax GPT like nanodo's: linen modules, LayerNorm, GELU, optax.adamw."""
-    import flax.linen as nn
-    import jax
-    import jax.numpy as jnp
-    import optax
-    L, D, N, V, T, B = (SHAPES[shape][k] for k in SIZES)
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            kw = dict(use_bias=False, dtype=dtype)
-            y = nn.LayerNorm(**kw)(x)
-            q, k, v = (nn.DenseGeneral((N, D // N), **kw)(y) for _ in range(3))
-            mask = nn.make_causal_mask(jnp.ones((1, T)))
-            a = nn.dot_product_attention(q, k, v, mask=mask, dtype=dtype)
-            x = x + nn.DenseGeneral(D, axis=(-2, -1), **kw)(a)
-            y = nn.LayerNorm(**kw)(x)
-            return x + nn.Dense(D, **kw)(nn.gelu(nn.Dense(4 * D, **kw)(y)))
-
-    class Gpt(nn.Module):
-        @nn.compact
-        def __call__(self, tokens):
-            embed = nn.Embed(V, D, dtype=dtype)
-            x = embed(tokens) + nn.Embed(T, D, dtype=dtype)(jnp.arange(T))
-            for _ in range(L):
-                x = Block()(x)
-            return embed.attend(nn.LayerNorm(use_bias=False, dtype=dtype)(x)).astype(jnp.float32)
-
-    rows = jnp.asarray(np.random.default_rng(0).integers(0, V, (B, T + 1)), jnp.int32)
-    model = Gpt()
-    params = model.init(jax.random.key(0), rows[:, :-1])
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0),
-                            optax.adamw(1e-3, 0.9, 0.98, weight_decay=0.1))
-    state = params, optimizer.init(params)
-
-    @jax.jit
-    def update(params, opt):
-        def loss_fn(p):
-            return optax.softmax_cross_entropy_with_integer_labels(
-                model.apply(p, rows[:, :-1]), rows[:, 1:]).mean()
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt = optimizer.update(grads, opt, params)
-        return (optax.apply_updates(params, updates), opt), loss
-
-    def step():
-        nonlocal state
-        state, loss = update(*state)
-        loss.block_until_ready()
-
-    return rate(step, B * T)
-
-
 # ---- launch: from the command to the end of the first step
 
 def seconds_until(words, *command):
@@ -318,55 +264,6 @@ def ckpt_times(peer):
         return saved | {"restored s": time.perf_counter() - began}
 
 
-# ---- safetensors: 1.2 GB in Llama's shapes, in the page cache
-
-LLAMA_TENSORS = {"wq": (2048, 2048), "wk": (512, 2048), "wv": (512, 2048), "wo": (2048, 2048),
-                 "w_gate": (5632, 2048), "w_up": (5632, 2048), "w_down": (2048, 5632)}
-
-
-def make_tensors(folder):
-    """Write a float32 file with five layers of LLAMA_TENSORS and an embedding."""
-    import ckpt
-    folder, rng = Path(folder), np.random.default_rng(0)
-    folder.mkdir()
-    shapes = {f"{i}.{name}": shape for i in range(5) for name, shape in LLAMA_TENSORS.items()}
-    shapes["embed"] = (32000, 2048)
-    tensors = ((name, rng.random(shape, np.float32)) for name, shape in shapes.items())
-    ckpt.write_safetensors(folder / "model.safetensors", shapes, "float32", tensors)
-
-
-def tensors_rate(read):
-    """Return the GB per second of read(folder); another process writes the files."""
-    folder = cached("tensors", lambda path: in_process("make_tensors", str(path)))
-    n_bytes = sum(len(path.read_bytes()) for path in folder.glob("*.safetensors"))
-    began = time.perf_counter()
-    arrays = read(folder)
-    assert arrays
-    return n_bytes / (time.perf_counter() - began) / 1e9
-
-
-def tensors_ours():
-    """Read into stacked and transposed arrays on the device."""
-    import jax
-    import jax.numpy as jnp
-
-    import ckpt
-    sharding = jnp.zeros(()).sharding
-    wanted = {name: ({(i,): f"{i}.{name}" for i in range(5)}, True) for name in LLAMA_TENSORS}
-    like = {name: jax.ShapeDtypeStruct((5, n_in, n_out), jnp.float32, sharding=sharding)
-            for name, (n_out, n_in) in LLAMA_TENSORS.items()}
-    wanted["embed"] = {(): "embed"}, False
-    like["embed"] = jax.ShapeDtypeStruct((32000, 2048), jnp.float32, sharding=sharding)
-    return tensors_rate(lambda folder: jax.block_until_ready(
-        ckpt.read_tensors(ckpt.open_tensors(folder), wanted, like)))
-
-
-def tensors_load_file():
-    """Read into NumPy arrays without a change."""
-    from safetensors.numpy import load_file
-    return tensors_rate(lambda folder: [load_file(p) for p in folder.glob("*.safetensors")])
-
-
 # ---- loaders: batches of 12 x 1024 from 100M uint16 tokens on disk
 
 def token_file():
@@ -374,11 +271,11 @@ def token_file():
         0, 50304, 10**8, dtype=np.uint16).tofile(path))
 
 
-def loader_rate(batch, seconds=4.0):
-    """Return the million tokens per second of batch(i), measured for some seconds."""
+def loader_rate(batch):
+    """Return the million tokens per second of batch(i), measured for four seconds."""
     batch(0)
     n, began = 0, time.perf_counter()
-    while time.perf_counter() - began < seconds:
+    while time.perf_counter() - began < 4:
         n += 1
         batch(n)
     return n * 12 * 1024 / (time.perf_counter() - began) / 1e6
@@ -410,19 +307,6 @@ def loader_grain():
     rows = windows.map(lambda i: tokens[i * 1024 : i * 1024 + 1025].astype(np.int32))
     batches = rows.repeat().batch(12)
     return loader_rate(lambda i: batches[i])
-
-
-def loader_torch():
-    import torch
-    tokens = np.memmap(token_file(), np.uint16, "r")
-    rows = range((len(tokens) - 1) // 1024)
-
-    def collate(ids):
-        return torch.from_numpy(
-            np.stack([tokens[i * 1024 : i * 1024 + 1025] for i in ids]).astype(np.int64))
-
-    batches = iter(torch.utils.data.DataLoader(rows, 12, shuffle=True, collate_fn=collate))
-    return loader_rate(lambda i: next(batches), seconds=0.5)
 
 
 # ---- text to tokens: 100 MB of Python's standard library
@@ -457,15 +341,6 @@ def prepare_ours(tokenizer):
         began = time.perf_counter()
         data.tokenize_files([path], tok, folder)
         return path.stat().st_size / (time.perf_counter() - began) / 1e6
-
-
-def prepare_copy():
-    """Only read the same text, check that it is UTF-8 and write it."""
-    text, began = text_file(), time.perf_counter()
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(text.read_text().encode())
-        os.fsync(file.fileno())
-        return text.stat().st_size / (time.perf_counter() - began) / 1e6
 
 
 def prepare_library():
@@ -518,14 +393,9 @@ def chats_folder(template):
     return cached(f"chats_{template}", make)
 
 
-def chats_ours(template, n_cores=""):
-    """Return the chats per second, from a file of chats to a token file with labels. n_cores: "1"
-    for one core.
-    """
-    folder = chats_folder(template)
-    if n_cores:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        os.environ["RAYON_NUM_THREADS"] = n_cores
+def chats_ours():
+    """Return the chats per second, from a file of chats to a token file with labels."""
+    folder = chats_folder("unmarked")
     import data
     tok = data.make_tokenizer(str(folder))
     tok["chat"]()
@@ -632,20 +502,17 @@ for shape, dtype in itertools.product(SHAPES, ("float32", "bfloat16", "mixed")):
     peer = f"{dtype.replace('mixed', 'float32')} {shape}"
     STEPS[f"step {dtype} {shape}"] = ("tokens/s", True, {
         "ours": f"step_ours {dtype} {shape}", "torch": f"step_torch {peer}",
-        "torch.compile": f"step_torch {peer} compiled", "flax": f"step_flax {peer}"})
+        "torch.compile": f"step_torch {peer} compiled"})
 ROWS = STEPS | {  # name: (unit, whether more is better, {contestant: function and arguments})
     "start cold": ("s", False, {"ours": "start_ours cold", "torch": "start_torch",
                                 "torch.compile": "start_torch compiled"}),
     "start warm": ("s", False, {"ours": "start_ours warm", "torch": "start_torch"}),
     "ckpt": ("", False, {"ours": "ckpt_times ours", "orbax": "ckpt_times orbax"}),
-    "safetensors": ("GB/s", True, {"ours": "tensors_ours", "load_file": "tensors_load_file"}),
     "loader": ("Mtokens/s", True, {"ours": "loader_ours", "nanoGPT": "loader_nanogpt",
-                                   "grain": "loader_grain", "torch": "loader_torch"}),
-    "prepare bytes": ("MB/s", True, {"ours": "prepare_ours bytes", "copy": "prepare_copy"}),
+                                   "grain": "loader_grain"}),
+    "prepare bytes": ("MB/s", True, {"ours": "prepare_ours bytes"}),
     "prepare BPE": ("MB/s", True, {"ours": "prepare_ours bpe", "library": "prepare_library"}),
-    "chats": ("chats/s", True, {
-        "ours": "chats_ours unmarked", "one core": "chats_ours unmarked 1",
-        "marked": "chats_ours marked", "transformers": "chats_transformers"}),
+    "chats": ("chats/s", True, {"ours": "chats_ours", "transformers": "chats_transformers"}),
     "clicks": ("examples/s", True, {"ours": "clicks_ours", "torch": "clicks_torch"}),
 }
 

@@ -15,7 +15,6 @@ import random
 import shutil
 import signal
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -189,76 +188,62 @@ def make_run(root, name, steps=400):
         sample_tokens=0, peer_timeout_s=4.0)
 
 
-def phase(out, log_before):
-    """Return what a run is doing, by its files. log_before: inode of its log before its launch."""
-    log, folders = out / "metrics.jsonl", sorted(out.glob("ckpt/0*"))
-    if not log.exists() or log.stat().st_ino == log_before:
-        return "starting"
-    torn = [folder for folder in folders if not (folder / "meta.json").exists()]
-    return ("saving" if torn[-1] == folders[-1] else "pruning") if torn else "stepping"
-
-
-def wait_in(ready, runs, timeout_s=120):
+def wait_for(ready, runs):
     """Wait until ready(), or until a process of the run has ended."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + 120
     while not ready() and all(run.is_alive() for run, _ in runs):
         time.sleep(0.0005)
         assert time.monotonic() < deadline, [log.read_text() for _, log in runs]
 
 
-def kill_run(start, cfg, rng, seconds):
-    """Start a run and kill one or both of its processes at a random moment; return what happened,
-    or None when the run had reached its end.
+def kill_run(start, cfg, rng):
+    """Start a run and kill one or both of its processes, at most a second after a save or, one in
+    ten, while they start. Return what happened, or None when the run had reached its end.
     """
-    out, log, root = Path(cfg.out_dir), Path(cfg.out_dir, "metrics.jsonl"), f"{cfg.out_dir}/ckpt"
-    log_before, saved = log.exists() and log.stat().st_ino, ckpt.latest(root)
-    began, runs = time.monotonic(), start(cfg)
-    killed = rng.choice([[0], [0], [1], [1], [0, 1]])
-    wanted = rng.choices(["starting", "stepping", "saving"], [1, 4, 4])[0]
-    end = began + rng.uniform(0, 5)
-    if wanted != "starting":
-        wait_in(lambda: ckpt.latest(root) != saved, runs)
-        seconds["restart"].append(time.monotonic() - began)
-        end = time.monotonic() + rng.uniform(0, 1)
-    wait_in(lambda: time.monotonic() > end, runs)
-    if wanted == "saving":
-        wait_in(lambda: phase(out, log_before) == "saving", runs)
-        time.sleep(rng.uniform(0, 0.2))
-    found, alive = phase(out, log_before), all(run.is_alive() for run, _ in runs)
+    root = f"{cfg.out_dir}/ckpt"
+    saved = ckpt.latest(root)
+    runs = start(cfg)
+    moment, most_s = rng.choices([("starting", 5), ("training", 1)], [1, 9])[0]
+    if moment == "training":
+        wait_for(lambda: ckpt.latest(root) != saved, runs)
+    end = time.monotonic() + rng.uniform(0, most_s)
+    wait_for(lambda: time.monotonic() > end, runs)
+    is_right = all(run.is_alive() for run, _ in runs)
+    killed = rng.choice([[0], [1], [0, 1]])
     for i in killed:
         runs[i][0].kill()
-    words = [f"killed, {found}, process {' and '.join(map(str, killed))}"]
-    is_right = alive
+    words = f"killed, {moment}, process {' and '.join(map(str, killed))}"
     for i, (run, _) in enumerate(runs):
-        began = time.monotonic()
-        run.join(CONNECTING_S if found == "starting" else END_S)
+        run.join(CONNECTING_S if moment == "starting" else END_S)
         if i not in killed:
-            seconds["end of the other"].append(time.monotonic() - began)
-            words.append(f"process {i} ended with exit code {run.exitcode}")
-            is_right &= run.exitcode in (1, -6) or found == "starting"
+            words += f": process {i} ended with exit code {run.exitcode}"
+            is_right &= run.exitcode in (1, -6) or moment == "starting"
             run.kill()
     printed = [log.read_text() for _, log in runs]
     if "done: all" in printed[0] or "is finished" in printed[0]:
         return None
-    return ": ".join(words) if is_right else f"WRONG: {words}: {printed}"
+    return words if is_right else f"WRONG: {words}: {printed}"
 
 
 def count_run_kills(n_kills, seed, root):
     """Start one run after another, and kill each until it reaches its end."""
     import conftest  # noqa: F401 fake devices, before JAX starts
     import test_train as tests
-    rng, counts, killed = random.Random(seed), Counter(), 0
-    seconds = {"restart": [], "end of the other": []}
+    rng, counts, n_killed = random.Random(seed), Counter(), 0
     steps = min(400, 30 * n_kills)
     straight = make_run(root, "straight", steps)
     assert [tests.ended(*run, 600)[0] for run in tests.two(straight)] == [0, 0]
-    for n in range(n_kills):
-        cfg = make_run(root, f"killed{n}", steps)
-        while killed < n_kills and (words := kill_run(tests.two, cfg, rng, seconds)):
-            counts[words] += 1
-            killed += 1
-            print(f"{killed:6} step {ckpt.latest(f'{cfg.out_dir}/ckpt')} {words}", flush=True)
-        if killed == n_kills:
+    while n_killed < n_kills:
+        cfg = make_run(root, f"killed{n_killed}", steps)
+        has_ended = False
+        while n_killed < n_kills and not has_ended:
+            words = kill_run(tests.two, cfg, rng)
+            has_ended = words is None
+            if words:
+                n_killed += 1
+                counts[words] += 1
+                print(f"{n_killed:6} step {ckpt.latest(f'{cfg.out_dir}/ckpt')} {words}", flush=True)
+        if not has_ended:
             codes = [tests.ended(*run, 600)[0] for run in tests.two(cfg)]
             counts[f"WRONG: the last start ended with {codes}"] += codes != [0, 0]
         counts["runs that ended"] += 1
@@ -267,12 +252,6 @@ def count_run_kills(n_kills, seed, root):
         errors = ckpt.verify(f"{cfg.out_dir}/ckpt", log=lambda _: None)
         counts[f"WRONG: {cfg.out_dir} is not equal"] += not equal
         counts[f"WRONG: {errors}"] += bool(errors)
-        if killed == n_kills:
-            break
-    for what, found in seconds.items():
-        if found:
-            print(f"seconds, {what}: median {statistics.median(found):.1f}, "
-                  f"most {max(found):.1f}")
     return +counts
 
 

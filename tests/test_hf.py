@@ -3,11 +3,8 @@
 import dataclasses
 import io
 import json
-import os
 import shutil
-import socket
 import struct
-import subprocess
 import sys
 
 import jax
@@ -136,10 +133,8 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in MODELS])
 def test_a_hugging_face_model_has_the_same_logits_and_tokens(name, tmp_path):
-    """A model of transformers, read onto a mesh, has the logits that it has in PyTorch, to 2e-5 of
-    the largest, and (the quick ones) the same greedy tokens. Written again, all tensors are
-    bit-identical, and transformers loads them as the same class, none missing or unknown, with the
-    same logits. Phi-3, whose files have one tensor for several projections, is written as Mistral.
+    """Logits, greedy tokens (the quick ones) and the written tensors are those of transformers.
+    Phi-3, which fuses projections, is written as Mistral.
 
     Break: model.py: block_sparse_moe.experts.{}.w1.weight => block_sparse_moe.experts.{}.w2.weight
     """
@@ -179,8 +174,7 @@ def test_a_hugging_face_model_has_the_same_logits_and_tokens(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_fused_experts_are_read(name, tmp_path):
-    """A file of transformers 5 with one tensor for all experts of a layer gives the parameters of
-    one that has a tensor for each expert.
+    """One tensor for all experts of a layer gives the parameters of one for each expert.
 
     Break: model.py: x[index][start:end] => x[(0,) * len(index)][start:end]
     """
@@ -223,8 +217,7 @@ HUB = {  # config.json files written by transformers 4, and the fields that they
 
 @pytest.mark.parametrize("name", HUB)
 def test_config_json_of_hub_models(name):
-    """A config.json of transformers 4 gives the fields of its model; missing keys get the defaults
-    of transformers. The config.json written from these fields gives the same fields.
+    """Missing keys get the defaults of transformers; written again, the fields are the same.
 
     Break: model.py: float(hf["rope_theta"]) => 1e4
     """
@@ -263,8 +256,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_unsupported_config_json_is_refused(name):
-    """One error lists every value of config.json that changes the forward pass and that no field
-    can express, with the rule.
+    """One error lists every value that changes the forward pass and that no field can express.
 
     Break: model.py: if value is not None and value not in legal: => if False:
     """
@@ -287,8 +279,7 @@ def test_qwen_sliding_windows_shared_by_all_layers_are_read():
 
 
 def test_field_combinations_that_no_family_has_are_refused():
-    """Biases together with qk_norm or with experts raise ValueError. The written config.json has
-    null for the special tokens.
+    """Biases together with qk_norm or with experts; special tokens are null in config.json.
 
     Break: model.py: if HF_FAMILIES[name] == form] => if HF_FAMILIES[name] <= form]
     """
@@ -339,8 +330,7 @@ def stacked(tensors):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_tensors_become_stacked_arrays(dtype, tmp_path):
-    """Without a sharding, read_tensors returns NumPy arrays of the requested dtype, from one file
-    or several.
+    """Without a sharding they are NumPy arrays of the requested dtype, from one file or several.
 
     Break: ckpt.py: target = block[position].T if => target = block[0, 0].T if
     """
@@ -358,8 +348,7 @@ def test_tensors_become_stacked_arrays(dtype, tmp_path):
     ((None, None, "a", "b"), (1, 5)), (("a", None, None, "b"), (2, 2)),
     ((None, "b", None, None), (2, 3))])
 def test_shards_hold_the_right_slices(spec, sizes, strip_bytes, tmp_path, monkeypatch):
-    """With any sharding and any size of the strips each shard has the right values. The array can
-    be donated.
+    """With any sharding and any size of the strips; the array can be donated.
 
     Break: ckpt.py: source[start:start + n_rows])) => source[:n_rows]))
     """
@@ -384,8 +373,7 @@ def test_shards_hold_the_right_slices(spec, sizes, strip_bytes, tmp_path, monkey
 
 
 def test_all_errors_of_tensors_are_listed(tmp_path):
-    """One error lists missing and unknown tensors and other shapes. Tensors that match `unused` are
-    permitted.
+    """Missing and unknown tensors and other shapes; those that match `unused` are permitted.
 
     Break: ckpt.py: errors.append(f"{name} is missing") => pass
     """
@@ -412,8 +400,7 @@ BAD_FILES = {
 
 
 def test_invalid_safetensors_files_are_named(tmp_path):
-    """A truncated file, a file with an invalid header, and one with a tensor that another file has,
-    as an older export may leave it, are named; a folder without tensors is refused too.
+    """Truncated, with an invalid header, or with a tensor that another file has; none is named too.
 
     Break: ckpt.py: with _explain(f"{path}: cannot be read as safetensors"): => with _explain(""):
     """
@@ -434,9 +421,7 @@ def test_invalid_safetensors_files_are_named(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_written_file_is_read_by_the_library(dtype, tmp_path):
-    """The library safetensors reads the file: names, values, dtype, and the metadata that
-    transformers needs. A transposed array is written in its logical order, and the tensors are
-    aligned.
+    """Names, values, dtype, alignment, and the metadata that transformers needs.
 
     Break: ckpt.py: header = {"__metadata__": {"format": "pt"}} => header = {}
     """
@@ -454,8 +439,7 @@ def test_a_written_file_is_read_by_the_library(dtype, tmp_path):
 
 
 def test_values_beyond_float16_are_refused_by_name(tmp_path):
-    """An export in float16 of a value that becomes infinite names the tensor, in every process, and
-    leaves the previous export. The largest value of float16 is written.
+    """The error names the tensor and leaves the previous export; the largest value is written.
 
     Break: ckpt.py: if dtype == "float16" and np.isinf(x).any(): => if False:
     """
@@ -474,52 +458,6 @@ def test_values_beyond_float16_are_refused_by_name(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-TWO_PROCESSES = """
-import pathlib, sys
-import ckpt, jax, numpy as np
-root, rank = pathlib.Path(sys.argv[2]), int(sys.argv[3])
-jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, rank)
-mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-sharding = jax.sharding.NamedSharding(mesh, jax.P(None, "a", "b", None))
-pieces = {"w": ({(i, e): f"{i}.{e}.w" for i in range(2) for e in range(4)}, True)}
-like = jax.ShapeDtypeStruct((2, 4, 8, 5), np.float32)
-tensors = ckpt.open_tensors(root / "in")
-whole = ckpt.read_tensors(tensors, pieces, {"w": like})["w"]
-like = jax.ShapeDtypeStruct((2, 4, 8, 5), np.float32, sharding=sharding)
-got = ckpt.read_tensors(tensors, pieces, {"w": like})
-assert all((np.asarray(s.data) == whole[s.index]).all() for s in got["w"].addressable_shards)
-ckpt.write_export(root / "out", {}, got, pieces, "float32", lambda folder: None)
-"""
-
-
-@pytest.mark.slow
-def test_with_two_processes_each_reads_its_shards_and_process_0_writes(tmp_path):
-    """Each of two processes reads its shards of an array over all devices. Process 0 writes the
-    same tensors again.
-
-    Break: ckpt.py: ranges = [range(n)[part] for => ranges = [range(n) for
-    """
-    rng = np.random.default_rng(0)
-    tensors = {f"{i}.{e}.w": rng.random((5, 8), np.float32) for i in range(2) for e in range(4)}
-    stored(tmp_path / "in", {"model.safetensors": tensors})
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = os.environ | {"JAX_PLATFORMS": "cpu",
-                        "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    command = [sys.executable, "-c", TWO_PROCESSES, str(port), str(tmp_path)]
-    runs = [subprocess.Popen([*command, rank], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
-            for rank in "01"]
-    try:
-        ends = [run.communicate(timeout=60)[1] for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-    assert [run.returncode for run in runs] == [0, 0], "\n".join(ends)
-    got = read_files(tmp_path / "out")
-    assert got.keys() == tensors.keys() and all((got[k] == tensors[k]).all() for k in got)
-
-
 # ---- through train.py
 
 def run_config(tiny, tmp_path, **changes):
@@ -534,9 +472,7 @@ def run_config(tiny, tmp_path, **changes):
 
 @pytest.mark.slow
 def test_a_run_tunes_and_exports_a_hugging_face_model(tiny, tmp_path, capsys):
-    """--init_from sets the model's fields and the first parameters. transformers loads the export
-    of the run and of --mode export, in another dtype, with the logits of the tuned parameters. The
-    tokenizer is copied.
+    """--init_from sets fields and parameters; transformers loads both exports and the tokenizer.
 
     Break: train.py: cfg = dataclasses.replace(cfg, **fields) => pass
     """
@@ -585,8 +521,7 @@ def llama_folder(tmp_path):
 
 
 def test_a_run_uses_the_tokenizer_of_init_from(tiny, tmp_path, llama_folder):
-    """A folder of init_from with a tokenizer.json sets --tokenizer unless this flag is given. A
-    folder without one leaves it at bytes.
+    """A folder with a tokenizer.json sets --tokenizer unless this flag is given.
 
     Break: train.py: if Path(data.hub_path(path), "tokenizer.json").is_file(): => if False:
     """
@@ -639,8 +574,7 @@ def test_lora_is_exported_merged(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_generation_stops_at_the_end_of_an_answer(tmp_path):
-    """The generation_config.json of an export keeps its entries, and its ids that end a text are
-    those of the tokenizer and the end of an answer in the chat template.
+    """The ids that end a text are those of config, tokenizer and chat template, each once.
 
     Break: train.py: stops |= data.turn_ends(tokenizer) => pass
     """
@@ -657,34 +591,23 @@ def test_generation_stops_at_the_end_of_an_answer(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_loads_some_weights_of_a_hugging_face_model(tiny, tmp_path):
-    """The run loads all parameters but one from a Hugging Face folder, and the norms from another
-    run. The excluded parameter is initialized.
+    """All parameters but one come from the folder; the excluded one is initialized.
 
     Break: ckpt.py: for names, _ in pieces.values(): => for names in (shapes,):
     """
     torch_and_transformers()
     make_hf_model("qwen3", tmp_path / "hf")
-    part = f"{tmp_path / 'hf'} exclude=layers.wq strict=no"
-    one = run_config(tiny, tmp_path, init_from=(part,), steps=1, out_dir=str(tmp_path / "one"))
-    two = dataclasses.replace(one, init_from=(part, f"{one.out_dir} load=*norm"),
-                              out_dir=str(tmp_path / "two"))
-    began, ended = [], []
-    for cfg in (one, two):
-        summary = train.main(cfg, hooks=[lambda event, value: began.append(jax.device_get(
-            value["params"])) if event == "load" else None])
-        ended.append(jax.device_get(summary["state"]["params"]))
+    cfg = run_config(tiny, tmp_path, steps=1,
+                     init_from=(f"{tmp_path / 'hf'} exclude=layers.wq strict=no",))
+    began = []
+    train.main(cfg, hooks=[lambda event, value: began.append(jax.device_get(value["params"]))
+                           if event == "load" else None])
     first = read_params(tmp_path / "hf", read_config(tmp_path / "hf"), make_mesh(None))
-    for params in began:
-        assert [n for n in first if (params[n] != first[n]).any() and "norm" not in n] == [
-            "layers.wq"]
-    assert (began[0]["final_norm"] == first["final_norm"]).all()
-    assert (began[1]["final_norm"] == ended[0]["final_norm"]).all()
-    assert (began[1]["final_norm"] != first["final_norm"]).any()
+    assert [name for name in first if (began[0][name] != first[name]).any()] == ["layers.wq"]
 
 
 def test_fields_that_contradict_the_hugging_face_config_are_refused(tiny, tmp_path, llama_folder):
-    """Fields with other values than config.json, an unsupported model_type and a model that no
-    family has raise ValueError before anything is read or trained.
+    """Other values than in config.json, an unsupported model_type, and a model of no family.
 
     Break: train.py: if is_set[name] and getattr(cfg, name) != value] => if False]
     """
@@ -727,9 +650,7 @@ def read_source(folder, cfg, *names):
 
 
 def test_an_lm_head_that_differs_from_tied_embeddings_is_refused(tmp_path):
-    """A folder whose config.json ties the embeddings, with an lm_head.weight that differs in one
-    value of the last row or in its shape, raises ValueError that names both tensors. An equal copy
-    is fine, so is a folder without it, and another one in a folder that does not tie.
+    """It differs in one value or in its shape. An equal copy, none, and one that is untied are fine.
 
     Break: train.py: if copy is not None and not np.array_equal( =>
     if copy is not None and np.array_equal(
@@ -770,8 +691,7 @@ def test_a_file_in_init_from_is_refused(mode, tiny, tmp_path):
 @pytest.mark.slow
 def test_hugging_face_weights_are_evaluated_sampled_and_talked_to(
         tmp_path, cache_dir, monkeypatch, capsys):
-    """A folder of transformers in init_from, without a run: its validation loss is that of PyTorch
-    to 1e-5, and --chat and chat.py print the answer that transformers generates.
+    """The loss is PyTorch's; --chat and chat.py print the answer that transformers generates.
 
     Break: train.py: needed_for = "" if cfg.init_from else f"mode {cfg.mode}" =>
     needed_for = f"mode {cfg.mode}"

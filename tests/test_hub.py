@@ -12,9 +12,11 @@ import sys
 import threading
 from urllib.parse import unquote, urlsplit
 
+import huggingface_hub
 import jax
 import numpy as np
 import pytest
+from huggingface_hub import constants as hub
 
 import ckpt
 import config
@@ -22,9 +24,6 @@ import data
 import model
 import train
 from conftest import ROOT
-
-hub = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
-pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
 COMMIT_1, COMMIT_2 = "1" * 40, "2" * 40
 TOKENIZER = json.dumps({
@@ -122,9 +121,9 @@ def test_local_paths_of_names(cache, monkeypatch):
 
 # ---- runs
 
-def test_a_run_with_names(cache, tiny, tmp_path, capsys):
+def test_a_run_with_names(cache, tiny, tmp_path, capsys, monkeypatch):
     """A run has the sizes, weights, tokenizer and texts of its names, and exports the tokenizer and
-    config. It does not resume with other texts.
+    config. --mode plan asks for no weights and no texts. A run does not resume with other texts.
 
     Break: train.py: data.hub_path(path), "tokenizer.json").is_file(): => path, "x").is_file():
     """
@@ -139,10 +138,23 @@ def test_a_run_with_names(cache, tiny, tmp_path, capsys):
                n_layers=default.n_layers, n_heads=default.n_heads, n_kv_heads=default.n_kv_heads,
                export=str(tmp_path / "exported"))
     began = []
+    asked = set()
+    download = huggingface_hub.snapshot_download
+
     def watch(event, value):
         if event == "load":
             began.append(np.asarray(value["params"]["embed"]))
+
+    def snapshot_download(repo, **options):
+        asked.update(options["allow_patterns"])
+        return download(repo, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    weights_and_texts = {*data.HUB_WEIGHTS, "x/*.txt"}
+    train.main(dataclasses.replace(cfg, mode="plan"))
+    assert asked and not asked & weights_and_texts
     train.main(cfg, hooks=[watch])
+    assert asked >= weights_and_texts
     assert (began[0] == embed).all()
     exported = json.loads((tmp_path / "exported/config.json").read_text())
     assert exported["pad_token_id"] == 3
@@ -222,24 +234,6 @@ def hub_server():
     end()
 
 
-@pytest.fixture
-def launch(tmp_path):
-    """launch(code, endpoint, ...): what Python prints with the library at a server, or offline for
-    "".
-    """
-    def run(code, endpoint, *args):
-        env = os.environ | {
-            "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / "hub"),
-            "HF_HUB_OFFLINE": str(int(not endpoint)), "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN_PATH": str(tmp_path / "token")}
-        done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, env=env,
-                              capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout.splitlines()
-
-    return run
-
-
 def downloads(requests):
     """{repository: the files that were asked for, except for .gitattributes}; forget them."""
     found = {}
@@ -262,7 +256,19 @@ for name in sys.argv[1:]:
 """
 
 
-def test_only_the_needed_files_are_fetched(launch, hub_server):
+def fetch(cache, endpoint, *names):
+    """The paths or errors of names in another process, with a server, or offline for ""."""
+    env = os.environ | {
+        "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": str(int(not endpoint)), "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_TOKEN_PATH": str(cache / "token")}
+    done = subprocess.run([sys.executable, "-c", FETCH, *names], cwd=ROOT, env=env,
+                          capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_only_the_needed_files_are_fetched(cache, hub_server):
     """Settings, tokenizer, and on request weights; matched files. Nothing is fetched twice.
 
     Break: data.py: patterns = (path.replace("**/", "*"), => patterns = ("*",
@@ -286,49 +292,13 @@ def test_only_the_needed_files_are_fetched(launch, hub_server):
         repos[f"models/o/{name}"] = {"main": (COMMIT_1, files)}
     for name in "abc":
         repos[f"datasets/o/{name}"] = {"main": (COMMIT_1, days), "v2": (COMMIT_2, days)}
-    paths = launch(FETCH, endpoint, *wanted)
+    paths = fetch(cache, endpoint, *wanted)
     assert [*downloads(requests).values()] == [*wanted.values()]
-    error, *_ = launch(FETCH, endpoint, "hf://o/x")
+    error, *_ = fetch(cache, endpoint, "hf://o/x")
     assert error.startswith("error: hf://o/x: ")
     requests.clear()
-    assert launch(FETCH, endpoint, *wanted) == paths
+    assert fetch(cache, endpoint, *wanted) == paths
     assert downloads(requests) == {}
     end()
-    assert launch(FETCH, "", *wanted) == paths
+    assert fetch(cache, "", *wanted) == paths
     assert all(os.path.exists(path.split("*")[0]) for path in paths)
-
-
-COMMAND_LINES = """
-import json, sys, train
-for line in sys.argv[1:]:
-    print("exit code", train.cli(json.loads(line)))
-"""
-
-
-@pytest.mark.slow
-def test_command_lines_with_names_on_the_hub(launch, hub_server, tmp_path):
-    """--mode plan fetches no weights and no data. A run fetches both. It resumes without network.
-
-    Break: train.py: data.hub_path(path, weights=True) => folder = data.hub_path(path)
-    """
-    repos, requests, endpoint, end = hub_server
-    files, _ = model_files(tmp_path)
-    files = {path: x if isinstance(x, bytes) else x.encode() for path, x in files.items()}
-    rows = "\n".join(json.dumps({"text": "a b " * n}) for n in range(1, 60)).encode()
-    repos["models/o/n"] = {"main": (COMMIT_1, files)}
-    repos["datasets/o/d"] = {"main": (COMMIT_2, {".gitattributes": b"", "x.jsonl": rows})}
-    flags = ["--init_from", "hf://o/n", "--data", "hf://datasets/o/d/*.jsonl", "--seq_len", "16",
-             "--batch_size", "8", "--sample_tokens", "0", "--eval_batches", "1", "--out_dir",
-             str(tmp_path / "out"), "--cache_dir", str(tmp_path / "cache")]
-
-    def run(*more):
-        return launch(COMMAND_LINES, endpoint, json.dumps([*flags, *more]))
-
-    assert run("--mode", "plan")[-1] == "exit code 0"
-    assert downloads(requests) == {"o/n": {"config.json", "tokenizer.json"}}
-    assert run("--steps", "2")[-1] == "exit code 0"
-    assert downloads(requests) == {"o/n": {"model.safetensors"}, "datasets/o/d": {"x.jsonl"}}
-    end()
-    assert run("--steps", "4")[-1] == "exit code 0"
-    _, meta = ckpt.newest_meta(tmp_path / "out/ckpt")
-    assert meta["step"] == 4
