@@ -31,8 +31,7 @@ MACHINE = {
 @pytest.mark.parametrize("platform, n_devices", [
     ("cpu", 1), ("cuda", 1), ("old cuda", 2), ("tpu", 4), ("METAL", 1)])
 def test_items_of_a_machine_can_run(platform, n_devices):
-    """On each platform an item calls a function of check.py, and takes an attention kernel that
-    the platform allows for every case.
+    """On each platform an item calls a function, with a kernel that is legal for every case.
 
     Break: tests/check.py: head_dim=128, d_ff=512, => head_dim=64, d_ff=512,
     """
@@ -52,8 +51,7 @@ def test_items_of_a_machine_can_run(platform, n_devices):
 
 
 def test_chosen_items_come_with_what_they_need(monkeypatch, capsys):
-    """--only takes parts and items, with the references that numbers need; --only memory runs the
-    shapes. An unknown name, or no time, ends with exit code 2.
+    """--only takes parts and items, with the references that numbers need.
 
     Break: tests/check.py: chosen.append(REFERENCE) => pass
     """
@@ -78,17 +76,14 @@ def test_chosen_items_come_with_what_they_need(monkeypatch, capsys):
 # ---- records
 
 def test_wrong_steps_are_found(tmp_path, monkeypatch):
-    """Of several arrays the largest error counts, also if it is NaN, and the first wrong one in the
-    order of the backward pass is named. Gradients that were all 3% too large before they were
-    clipped fail by their norm; a wrong move of a parameter fails too.
+    """Of several arrays the largest error counts, also if it is NaN. Gradients that were all 3% too
+    large before they were clipped fail by their norm; a wrong move of a parameter fails too.
 
     Break: tests/check.py: GRADIENT_BOUNDS[precision] / 5, => GRADIENT_BOUNDS[precision],
     """
-    errors = {"embed": 0.3, "layers.wq": float("nan"), "layers.wo": 0.2, "final_norm": 1e-9}
+    errors = {"embed": 0.3, "layers.wq": float("nan"), "final_norm": 1e-9}
     found = check.worst_of("gradients", errors, 1e-4)
-    assert found["status"] == "FAIL"
-    words = "in layers.wq, 3 of 4 wrong, the first in the backward pass is layers.wo"
-    assert words in found["text"]
+    assert found["status"] == "FAIL" and found["text"].endswith(" in layers.wq")
 
     monkeypatch.setenv("CHECK_SCRATCH", str(tmp_path))
     w, g = np.ones((2, 2), np.float32), np.full((2, 2), 0.25, np.float32)
@@ -151,58 +146,44 @@ KNOWN_FORMS = "numbers/known-forms"
 FIRST_RECORD = "yield record('PASS', 'first', 'good')"
 
 
-def test_the_report_has_each_record_and_a_row_of_results(tmp_path):
-    """A speed, checks that pass and one that fails: the report has the machine, its flags, each
-    record, and a row with what failed and the speeds.
-
-    Break: tests/check.py: if each["part"] == "speed" and each["status"] == "INFO": => if False:
-    """
-    folder = copy_project(tmp_path / "copy", planted(
-        "rates", "yield record('INFO', 'speed', '120 ms', step_s=0.12)",
-        "yield checked('memory', 0.5, 0.1, 'peak 30 GiB')"))
-    code, output, records = run_check(folder, "--only", KNOWN_FORMS, "speed/rates")
-    assert code == 1, output
-    statuses = [each["status"] for each in records]
-    assert statuses == ["PASS"] * len(check.FORMS) + ["INFO", "FAIL"]
-    assert output.splitlines()[0] == "1 x a CPU, 2 threads; Python 3.11, jax 0.10.2"
-    counts = f"{len(check.FORMS)} passed, 1 failed, 0 skipped, 1 measured"
-    assert f"{counts}; report: " in output.splitlines()[-1]
-    text = (folder / "out/check/check.md").read_text()
-    assert "1 x a CPU, 2 threads; Python 3.11, jax 0.10.2." in text
-    assert "`XLA_FLAGS=--some_flag`" in text
-    assert "| speed/rates | memory | FAIL | peak 30 GiB 0.5 (at most 0.1) |" in text
-    assert f"{counts}; failed: speed/rates; rates, speed: 120" in text.splitlines()[-1]
-    assert not list(folder.glob("out/check/scratch-*"))
-
-
 def test_items_that_fail_keep_their_records(tmp_path):
-    """An item that is killed, raises or does not end is one FAIL, with the command that runs it
-    alone, and keeps its records. An item that ends without a record has failed too.
+    """An item that is killed, raises, does not end or has no record is a FAIL, with the command
+    that runs it alone. The report has the machine, its flags and all records.
 
     Break: tests/check.py: elif code or not n_records: => elif code:
     """
     folder = copy_project(
         tmp_path / "copy",
         planted("known_forms", FIRST_RECORD, "os.kill(os.getpid(), signal.SIGKILL)"),
-        planted("rates", FIRST_RECORD, "raise ArithmeticError('no luck')"),
+        planted("rates", "yield record('INFO', 'first', '120 ms', step_s=0.12)",
+                "yield checked('memory', 0.5, 0.1, 'peak 30 GiB')",
+                "raise ArithmeticError('no luck')"),
         planted("resume", "yield from ()"),
         planted("mesh", FIRST_RECORD, "time.sleep(600)"))
     code, output, records = run_check(
         folder, "--only", KNOWN_FORMS, "speed/rates", "resume", "mesh", "--limit", "15")
     assert code == 1, output
-    ends = [each for each in records if each["name"] != "first"]
-    assert [each["status"] for each in records if each["name"] == "first"] == ["PASS"] * 3
+    ends = [each for each in records if each["name"] == "all"]
+    kept = [each["status"] for each in records if each["name"] != "all"]
+    assert kept == ["PASS", "INFO", "FAIL", "PASS"]
     for each, words in zip(ends, ("ended with exit code -9",
                                   "ended with exit code 1: ArithmeticError: no luck",
                                   "ended with exit code 0: ;", "stopped after 15 s"), strict=True):
-        assert (each["status"], each["name"]) == ("FAIL", "all")
-        assert each["text"].startswith(words)
+        assert each["status"] == "FAIL" and each["text"].startswith(words)
     assert f"python tests/check.py --only {KNOWN_FORMS} --limit 600" in ends[0]["text"]
+
+    assert output.splitlines()[0] == "1 x a CPU, 2 threads; Python 3.11, jax 0.10.2"
+    counts = "2 passed, 5 failed, 0 skipped, 1 measured"
+    assert f"{counts}; report: " in output.splitlines()[-1]
+    text = (folder / "out/check/check.md").read_text()
+    for words in ("1 x a CPU, 2 threads; Python 3.11, jax 0.10.2;", "`XLA_FLAGS=--some_flag`",
+                  "| speed/rates | memory | FAIL | peak 30 GiB 0.5 (at most 0.1) |", counts):
+        assert words in text
+    assert not list(folder.glob("out/check/scratch-*"))
 
 
 def test_items_that_were_cut_off_are_skipped(tmp_path):
-    """An item that is not finished when the minutes are over is a SKIP, not a FAIL, and so is one
-    that needs its results; both have a reason. As nothing was checked, the exit code is 1.
+    """An item that is not finished when the minutes are over is a SKIP; so is one that needs it.
 
     Break: tests/check.py: if each["status"] in ("FAIL", "SKIP")] => if each["status"] == "FAIL"]
     """
@@ -218,10 +199,8 @@ def test_items_that_were_cut_off_are_skipped(tmp_path):
     assert "needs numbers/reference" in found["numbers/mixed-xla"]
 
 
-@pytest.mark.parametrize("number, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_items_and_leaves_a_report(number, expected, tmp_path):
-    """Ctrl-C and SIGTERM end the item, with the processes that it started, and the report has the
-    records up to then.
+def test_a_signal_ends_the_items_and_leaves_a_report(tmp_path):
+    """SIGTERM ends the item, with the processes that it started, and the records are kept.
 
     Break: tests/check.py: start_new_session=True) => start_new_session=False)
     """
@@ -232,9 +211,9 @@ def test_a_signal_ends_the_items_and_leaves_a_report(number, expected, tmp_path)
     process = start_check(folder, "--only", KNOWN_FORMS)
     wait_until(lambda: pids.exists() and " " in pids.read_text() and records_of(folder))
     started = pids.read_text().split()
-    process.send_signal(number)
+    process.terminate()
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == expected, output
+    assert process.returncode == 143, output
     wait_until(lambda: not any(is_alive(pid) for pid in started))
     assert [each["name"] for each in records_of(folder)] == ["first"]
     assert "| first | PASS | good |" in (folder / "out/check/check.md").read_text()
@@ -264,9 +243,7 @@ NOISE = ("jax.pure_callback(lambda: np.float32(1 + int.from_bytes(os.urandom(2),
 
 @pytest.mark.slow
 def test_planted_errors_are_found(tmp_path):
-    """A gradient that is 1.2 times too large: numbers name the norm before the head, the first
-    wrong one in the backward pass. A learning rate with a random factor: calls of one step differ,
-    and two processes. A resumed run that begins with the first batch: an array differs.
+    """A wrong gradient, a random learning rate, and a resumed run that begins with the first batch.
 
     Break: tests/check.py: n_different += 1 => n_different += 0
     """
@@ -278,12 +255,11 @@ def test_planted_errors_are_found(tmp_path):
         ("tests/check.py", "    for case in CASES:\n", '    for case in ["plain"]:\n'),
         ("tests/check.py", "[(case, {}) for case in CASES]", '[("plain", {})]'),
         ("tests/check.py", "n_layers=2, d_model=256,", "n_layers=1, d_model=64,"),
-        ("tests/check.py", "N_STEPS, SAVE_EVERY = 160, 40", "N_STEPS, SAVE_EVERY = 40, 10"))
+        ("tests/check.py", "KILL_STEP = 160, 40, 100", "KILL_STEP = 40, 10, 25"))
     code, output, records = run_check(folder, "--only", "numbers/mixed-xla", "resume")
     assert code == 1, output
     found = {each["item"]: each for each in records}
     assert found["numbers/mixed-xla"]["status"] == found["resume/killed"]["status"] == "FAIL"
-    assert "first in the backward pass is final_norm" in found["numbers/mixed-xla"]["text"]
     assert "checkpoint that differ: " in found["resume/killed"]["text"]
     assert "the first is opt/" in found["resume/killed"]["text"]
 
