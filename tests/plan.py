@@ -3,7 +3,6 @@
 
     python tests/plan.py --config llama-70b --plan_for v5p:8x8x8 --fsdp 64 --tp 8
     python tests/plan.py --config llama-8b --plan_for h100:8x8 --batch_size 128  # 8 hosts of 8 GPUs
-    python tests/plan.py --config debug --plan_sweep 6  # compare the six most promising meshes
 
 Takes the flags of train.py. Compiles the step that would run and allocates nothing. The time of a
 step follows from what it computes, reads, writes and sends, from the vendors' rates, and from
@@ -13,7 +12,6 @@ rings. Without the compiler of GPUs, the plan is an estimate from shapes.
 import ast
 import dataclasses
 import importlib.util
-import itertools
 import math
 import os
 import re
@@ -26,7 +24,6 @@ import train  # isort: skip  sets the allocator before JAX starts its threads
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import NamedSharding
 
 from train import config, steplib
 
@@ -72,19 +69,16 @@ NO_WRITE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "w
 class PlanConfig(config.Config):
     # TPU slice or GPUs, as v5p:8x8x8 or h100:8x8 (8 hosts of 8); empty: the available devices
     plan_for: str = ""
-    plan_sweep: config.NonNegInt = 0  # meshes to compile for and compare; 0: only the given mesh
 
 
 def main(cfg, hooks=(), task=train.TEXT):
-    """Plan one mesh, or compare several. Returns a dict with at least "exit_code".
+    """Print the plan of a step. Returns a dict with "exit_code" and what `measure` returns.
 
     Raises ValueError for a mode other than training, and for errors that train.main finds.
     """
     if cfg.mode not in ("train", "plan"):
         config.raise_if_errors([f"mode {cfg.mode}: only training can be planned; remove --mode"])
     run = train.setup_run(cfg, task, planned_devices(cfg) if cfg.plan_for else None)
-    if cfg.plan_sweep:
-        return {"exit_code": 0, "meshes": sweep(run, cfg.plan_sweep)}
     cost = measure(run)
     train.print_estimate(run, cost)
     for (kind, axes), (count, n_bytes) in cost["collectives"].items():
@@ -285,8 +279,6 @@ def estimate_from_shapes(run):
     flops, formula = task["flops"]({}, cfg)
     cost["flop"][f"model: {formula}"] = flops * task["units_per_step"](cfg) / mesh.size
     add_recomputation(cost["flop"], cfg)
-    _, _, sent = predicted_traffic(cfg, run["table"], tuple(mesh.shape.values()))
-    cost["sent_bytes"] = sum(sent.values())
     if cfg.dtype != "float32":  # the peak is that of bfloat16
         tflops, _ = steplib.peaks(mesh.devices.flat[0].device_kind)
         cost["products_s"] = sum(cost["flop"].values()) / tflops / 1e12
@@ -371,100 +363,6 @@ def first_prefix(table, kind):
     return None
 
 
-# ---- comparing meshes
-
-def sweep(run, n_meshes):
-    """Compile the n_meshes most promising meshes and print a line for each, the fastest first.
-
-    Returns [(does not fit, seconds or bytes by which it is sorted, sizes, cost)].
-    """
-    devices = list(run["mesh"].devices.flat)
-    candidates = legal_meshes(run, devices)
-    train.print0(train.run_summary(run) + f"; legal meshes: {len(candidates)}")
-    rows = []
-    for sizes in candidates[:n_meshes]:
-        cost = measure(train.setup_run(with_mesh(run["cfg"], sizes), run["task"], devices))
-        # Sort by bytes if no rate is known.
-        rows.append((not cost["fits"], cost.get("step_s", cost["sent_bytes"]), sizes, cost))
-    rows.sort(key=lambda row: row[:2])
-
-    columns = "  ".join(["{:>4}"] * len(steplib.AXES))
-    train.print0(columns.format(*steplib.AXES) + "      GiB  sent GiB  step s")
-    for too_large, _, sizes, cost in rows:
-        total_gib = cost["memory"].get("total", math.nan) / 2**30
-        end = "does not fit" if too_large else ""
-        if "step_s" in cost and not too_large:
-            end = f"{cost['step_s']:.4g}"
-        train.print0(f"{columns.format(*sizes)}  {total_gib:7.4g}  "
-                     f"{cost['sent_bytes'] / 2**30:8.4g}  {end}")
-    return rows
-
-
-def with_mesh(cfg, sizes):
-    return dataclasses.replace(cfg, **dict(zip(steplib.AXES, sizes)))
-
-
-def legal_meshes(run, devices):
-    """The sizes of the meshes that the config and the parameters allow.
-
-    Those come first whose state fits, then those that send less, then those with a smaller state.
-    """
-    _, memory_gib = steplib.peaks(devices[0].device_kind)
-    limit = memory_gib * 2**30 if memory_gib else math.inf
-    n = len(devices)
-    divisors = [size for size in range(1, n + 1) if n % size == 0]
-    found = []
-    for sizes in itertools.product(divisors, repeat=len(steplib.AXES)):
-        if math.prod(sizes) != n:
-            continue
-        cfg = with_mesh(run["cfg"], sizes)
-        try:
-            config.validate(cfg, n, (), run["task"]["validate"])
-            mesh, state_bytes, sent = predicted_traffic(cfg, run["table"], sizes)
-            errors = steplib.check_shapes(run["table"], mesh)
-        except ValueError:  # this mesh and this model do not fit
-            continue
-        if not errors:
-            found.append((state_bytes > limit, sum(sent.values()), state_bytes, sizes))
-    return [sizes for *_, sizes in sorted(found)]
-
-
-def predicted_traffic(cfg, table, sizes):
-    """Predict from shapes: (mesh without devices, bytes of state on a device, {purpose: bytes that
-    a device sends in a step}).
-
-    "weights": gathered for each pass over each microbatch, and the sum of their gradients; "tp":
-    sums of activations; "sp", "ep": all-to-alls of activations.
-    """
-    mesh = jax.sharding.AbstractMesh(sizes, steplib.AXES)
-    n = mesh.shape
-    specs = steplib.moment_specs(table, mesh)
-    passes = 3  # forward, backward, sum of gradients
-    if cfg.remat in ("full", "offload"):
-        passes += 1
-    passes *= cfg.grad_accum_steps
-
-    weights = 0.0
-    state_bytes = 0.0
-    for name, row in table.items():
-        held = math.prod(NamedSharding(mesh, row["spec"]).shard_shape(row["shape"]))
-        moments = math.prod(NamedSharding(mesh, specs[name]).shard_shape(row["shape"]))
-        state_bytes += 4 * held + 8 * moments * row.get("trained", True)
-        gathered = n_gathered(row["spec"], mesh)
-        weights += passes * SENT["all-gather"](gathered, gathered * itemsize(cfg) * held)
-        weights += SENT["all-reduce"](n["dp"], itemsize(cfg) * held)
-
-    tokens = cfg.batch_size * cfg.seq_len / (n["dp"] * n["fsdp"] * n["ep"] * n["sp"])
-    moved = 4 * cfg.n_layers * itemsize(cfg) * tokens * cfg.d_model  # twice forward, twice backward
-    heads = (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / cfg.d_model / n["tp"]
-    slots = expert_slots(cfg)
-    sent = {"weights": weights,
-            "tp": SENT["all-reduce"](n["tp"], moved * (1 + (slots or 1)) / 2),
-            "sp": SENT["all-to-all"](n["sp"], moved * heads),
-            "ep": SENT["all-to-all"](n["ep"], moved * slots)}
-    return mesh, state_bytes, sent
-
-
 def itemsize(cfg):
     """Bytes of an activation."""
     return 2 if "16" in cfg.dtype else 4
@@ -473,17 +371,6 @@ def itemsize(cfg):
 def expert_slots(cfg):
     """Slots of experts per token: rows that the MLPs of a layer compute, if it has experts."""
     return cfg.n_experts and cfg.experts_per_token * (cfg.capacity_factor or 1)
-
-
-def n_gathered(spec, mesh):
-    """Number of devices over which a parameter is gathered before it is used."""
-    n = 1
-    for axes in spec:
-        if isinstance(axes, str):
-            axes = (axes,)
-        if axes and "fsdp" in axes:
-            n *= math.prod(mesh.shape[axis] for axis in axes)
-    return n
 
 
 # ---- reading compiled text (HLO)

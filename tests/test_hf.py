@@ -650,7 +650,7 @@ def read_source(folder, cfg, *names):
 
 
 def test_an_lm_head_that_differs_from_tied_embeddings_is_refused(tmp_path):
-    """It differs in one value or in its shape. An equal copy, none, and one that is untied are fine.
+    """It differs in a value or in its shape. An equal copy, none, and one that is untied are fine.
 
     Break: train.py: if copy is not None and not np.array_equal( =>
     if copy is not None and np.array_equal(
