@@ -73,13 +73,11 @@ def batch_at(dataset, step, batch_size, seed=0, rows=None):
     and "positions" (in the document).
     Raises ValueError for an id that is not below vocab_size, and for a changed file.
     """
-    draws = draws_at(step, batch_size, rows)
     # Optional: the dataset is several, mixed by weight.
     if "mixture" in dataset:
-        examples = _mixture_examples(dataset["mixture"], draws, seed)
-    else:
-        examples = shuffled(draws, dataset["n"], seed)
-    return read_sequences(dataset, examples)
+        draws = draws_at(step, batch_size, rows)
+        return read_sequences(dataset, _mixture_examples(dataset["mixture"], draws, seed))
+    return read_sequences(dataset, examples_at(step, batch_size, dataset["n"], seed, rows))
 
 
 def make_dataset(shards, seq_format=SEQ_FORMAT):
@@ -190,6 +188,15 @@ def draws_at(step, batch_size, rows):
     return step * batch_size + rows.astype(np.int64)
 
 
+def examples_at(step, batch_size, n, seed=0, rows=None):
+    """The examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
+
+    Each of the n examples comes once per epoch, in a different order each epoch. The last batch of
+    an epoch is filled from the next epoch.
+    """
+    return shuffled(draws_at(step, batch_size, rows), n, seed)
+
+
 def shuffled(draws, n, seed):
     """The example (int64 in [0, n)) of each draw: epoch after epoch, each in a different order.
 
@@ -269,7 +276,7 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
     """
     pool = ThreadPoolExecutor(1, "data")
     closed = threading.Event()
-    missing = set()  # the items that make(i) did not have at the first call
+    missing = set()  # items that make(i) did not have at the first call, until they are reported
     make_when_there = partial(_make_when_there, make, missing, closed)
     ahead = deque()
     try:
@@ -280,14 +287,13 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
             if not item.done():
                 wait_until_idle()
             began = time.perf_counter()
-            is_reported = False
             # Wait in short pieces, to look for a stop request in between.
             while not (item.done() or wait([item], timeout=0.1).done):
                 if stopped():
                     return
-                if i in missing and not is_reported:
+                if i in missing:
+                    missing.remove(i)
                     on_missing(i)
-                    is_reported = True
             waited_s = time.perf_counter() - began
             if i + depth < stop:
                 ahead.append(pool.submit(make_when_there, i + depth))
@@ -367,7 +373,7 @@ def _make_source(dataset, build_batch, cfg, tokenizer):
         "batch": lambda step, rows, batch_size=cfg.batch_size: build_batch(
             dataset, step, batch_size, rows=rows),
         "fingerprint": fingerprint(dataset),
-        "summary": describe(dataset),
+        "summary": describe(dataset),  # optional: summaries
         "preview": lambda: show_examples(dataset, tokenizer),  # optional: examples
         "bytes_per_token": bytes_per_token(dataset),
         "prompt": lambda: preview_prompt(dataset),  # optional: prompts of samples
@@ -406,7 +412,7 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
 
 # ---- supporting
 # Every run uses these, but the names say enough for a first reading: the permutation, details of
-# devices and threads, text files to tokens, token cache, the tokenizer, summaries and metrics,
+# devices and threads, text files to tokens, token cache, the tokenizer, metrics of text,
 # validation data from training data, sets of files, checks of files and ids, errors.
 
 # ---- the permutation
@@ -464,8 +470,9 @@ def _device_slice(x, rows, batch_size, index):
 def _make_when_there(make, missing, closed, i):
     """Make item i, in the thread of prefetch. A missing item is retried every 0.2 s."""
     item = make(i)
-    while item is None and not closed.wait(0.2):
+    if item is None:
         missing.add(i)
+    while item is None and not closed.wait(0.2):
         item = make(i)
     return item
 
@@ -555,10 +562,11 @@ def _read_shard(folder, dtype):
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         for name, n_bytes in index["sizes"].items():
-            # A plain array of the mapped file: slicing a memmap takes longer than copying a row.
-            shard[name] = np.asarray(np.memmap(folder / name, dtypes.get(name, (np.int64, 2)), "r"))
-            if shard[name].nbytes != n_bytes:
+            if n_bytes != os.path.getsize(folder / name):
                 return None
+            if n_bytes:  # an empty file cannot be mapped
+                mapped = np.memmap(folder / name, dtypes.get(name, (np.int64, 2)), "r")
+                shard[name] = np.asarray(mapped)  # slicing a memmap takes longer than copying a row
     except (OSError, ValueError):
         return None
     return shard | {"counts": index["counts"], "file_size": shard["tokens"].nbytes}
@@ -575,11 +583,7 @@ def _write_shard(paths, tokenizer, columns, folder):
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())  # before index.json, so that no crash leaves it alone
-    sizes = {}
-    for name in files:
-        n_bytes = (folder / name).stat().st_size
-        if n_bytes:  # an empty file cannot be mapped
-            sizes[name] = n_bytes
+    sizes = {name: os.path.getsize(folder / name) for name in files}
     index = {"counts": counts, "sizes": sizes}
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
 
@@ -704,7 +708,7 @@ def read_record(row, where, tokenizer):
     Raises ValueError naming `where` for a row without these columns, for a column that would reach
     no token, and for broken text.
     """
-    with as_value_error(where, ValueError):
+    with as_value_error(where, ValueError, TypeError):
         if not isinstance(row, dict):
             raise ValueError(f"{str(row)[:60]!r} is not an object with fields")
         row = dict(row)  # readers take optional columns out of it
@@ -760,11 +764,8 @@ def _is_empty(value):
 
 def _find_form(row):
     """The one form of `FORMS` that a row has. Raises ValueError for none or several."""
-    found = []
-    for form, names in FORMS.items():
-        kinds = (str,) if form in ("text", "instruction, output") else (str, list)
-        if all(isinstance(row.get(name), kinds) for name in names):
-            found.append(form)
+    found = [form for form, names in FORMS.items()
+             if all(isinstance(row.get(name), (str, list)) for name in names)]
     if len(found) != 1:
         fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
         raise ValueError(f"must have one of {'; '.join(FORMS)}, and has {fields or 'no fields'}; "
@@ -1022,12 +1023,12 @@ def check_has_end(tokenizer, where):
 
 def _bytes_tokenizer(eos_token):
     """Make the default tokenizer, whose ids are the bytes of UTF-8; 0 ends a document."""
-    return {"encode_batch": _encode_bytes, "vocab_size": 256, "eos": None if eos_token else 0,
-            "decode": lambda ids: bytes(ids).decode(errors="replace")}
-
-
-def _encode_bytes(texts):
-    return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+    return {
+        "encode_batch": lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
+        "decode": lambda ids: bytes(ids).decode(errors="replace"),
+        "vocab_size": 256,
+        "eos": None if eos_token else 0,
+    }
 
 
 def make_cfg_tokenizer(cfg):
@@ -1054,11 +1055,8 @@ def has_only_token_files(cfg):
 
 
 def _refuse_text(text):
-    """Raise ValueError for any non-empty text, since the vocabulary is unknown."""
-    if text:
-        raise ValueError(f"tokenizer 'bytes': the ids in the data are not bytes, so that "
-                         f"{text[:40]!r} has no ids; set --tokenizer to the one that made them")
-    return np.zeros(0, np.int64)
+    raise ValueError(f"tokenizer 'bytes': the ids in the data are not bytes, so that {text[:40]!r} "
+                     "has no ids; set --tokenizer to the one that made them")
 
 
 def _decode_numbers(ids):
@@ -1066,28 +1064,7 @@ def _decode_numbers(ids):
     return "".join(f"<{i}>" for i in np.asarray(ids).tolist())
 
 
-# ---- summaries and metrics
-
-def describe(dataset):
-    """A summary of a dataset in a few lines: what was read, what was skipped, and which tokens are
-    labels.
-    """
-    # Optional: several datasets, mixed by weight.
-    if "mixture" in dataset:
-        return _describe_mixture(dataset["mixture"])
-    if dataset["seq_format"]["packing"] == "stream":
-        facts = [f"{dataset['lengths'].sum():,} tokens", f"{dataset['n']:,} sequences"]
-    else:
-        facts = _describe_packing(dataset)  # optional: packing
-    for shard in dataset["shards"]:
-        if not shard["token_offset"]:  # the second part of a split has the same counts
-            facts += [f"{n:,} {name}" for name, n in shard.get("counts", {}).items() if n]
-    lines = [", ".join(facts)]
-    # Optional: tokens that are not labels.
-    if any("ignored" in shard for shard in dataset["shards"]):
-        lines.append(_describe_labels(dataset))
-    return "\n".join(lines)
-
+# ---- metrics of text
 
 def fingerprint(dataset):
     """A line that differs when the tokens do: their number and a checksum.
@@ -1125,12 +1102,6 @@ def bytes_per_token(dataset):
         n_bytes += through - before
         n_tokens += last - first
     return n_bytes / n_tokens if n_tokens else None
-
-
-def _first_sequences(dataset):
-    """The batch of the first sequences, about 2^20 tokens: for summaries."""
-    n = min(dataset["cum_counts"][-1], 1 + 2**20 // dataset["seq_format"]["seq_len"])
-    return read_sequences(dataset, np.arange(n))
 
 
 def text_metrics(means, source):
@@ -1306,8 +1277,8 @@ def require(module, user):
 
 
 # ---- optional
-# Mixtures, document mask, packing, token files, rows of token ids, prompts and chats, examples,
-# prompts of samples, file formats, rows from Python, tokenizers, names on the Hub, custom tasks. A
+# Mixtures, document mask, packing, token files, rows of token ids, prompts and chats, summaries,
+# examples, prompts of samples, file formats, rows from Python, tokenizers, names on the Hub. A
 # section can be deleted together with the few lines that call it.
 
 # ---- mixtures
@@ -1520,11 +1491,10 @@ def _describe_packing(dataset):
     seq_format = dataset["seq_format"]
     n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in dataset["shards"]]) - 1
     n_used = np.concatenate([np.diff(shard["spans"]) for shard in dataset["shards"]]) - 1
-    n_long = (n_tokens > seq_format["seq_len"]).sum()
     padding = 1 - n_used.sum() / (dataset["n"] * seq_format["seq_len"])
     return [f"{len(n_used):,} of {len(n_tokens):,} documents in {dataset['n']:,} sequences",
-            f"{n_long:,} longer (--truncation {seq_format['truncation']})",
-            f"{n_used.sum():,} of {n_tokens.sum():,} tokens, {padding:.1%} padding"]
+            f"{n_used.sum():,} of {n_tokens.sum():,} tokens (--truncation "
+            f"{seq_format['truncation']}), {padding:.1%} padding"]
 
 
 # ---- token files
@@ -1890,12 +1860,41 @@ def _ignore_outside(record, ids, starts, ends, tokenizer):
     return ignored
 
 
+# ---- summaries
+
+def describe(dataset):
+    """A summary of a dataset in a few lines: what was read, what was skipped, and which tokens are
+    labels.
+    """
+    # Optional: several datasets, mixed by weight.
+    if "mixture" in dataset:
+        return _describe_mixture(dataset["mixture"])
+    if dataset["seq_format"]["packing"] == "stream":
+        facts = [f"{dataset['lengths'].sum():,} tokens", f"{dataset['n']:,} sequences"]
+    else:
+        facts = _describe_packing(dataset)  # optional: packing
+    for shard in dataset["shards"]:
+        if not shard["token_offset"]:  # the second part of a split has the same counts
+            facts += [f"{n:,} {name}" for name, n in shard.get("counts", {}).items() if n]
+    lines = [", ".join(facts)]
+    # Optional: tokens that are not labels.
+    if any("ignored" in shard for shard in dataset["shards"]):
+        lines.append(_describe_labels(dataset))
+    return "\n".join(lines)
+
+
 def _describe_labels(dataset):
     """The fraction of labels in the first sequences, without padding."""
     batch = _first_sequences(dataset)
     n_labels = np.count_nonzero(batch["labels"] != IGNORE)
     n_tokens = np.count_nonzero(batch.get("segments", np.ones_like(batch["tokens"])))
     return f"{n_labels / n_tokens:.1%} of the tokens are labels"
+
+
+def _first_sequences(dataset):
+    """The batch of the first sequences, about 2^20 tokens: for summaries."""
+    n = min(dataset["cum_counts"][-1], 1 + 2**20 // dataset["seq_format"]["seq_len"])
+    return read_sequences(dataset, np.arange(n))
 
 
 # ---- examples
@@ -1995,7 +1994,7 @@ def _whole_characters(ids, decode):
 
 def prompt_ids(text, tokenizer):
     """The ids of a prompt, after the token that begins a document."""
-    ids = tokenizer["encode"](text).tolist()
+    ids = tokenizer["encode"](text).tolist() if text else []
     first = tokenizer["bos"]
     if first is None:
         first = tokenizer["eos"]
@@ -2056,8 +2055,8 @@ def turn_ends(tokenizer):
     answers = ("forty-two", "seventeen")
     messages = []
     for answer in answers:
-        messages.append({"role": "user", "content": "A number?"})
-        messages.append({"role": "assistant", "content": answer})
+        messages += [{"role": "user", "content": "A number?"},
+                     {"role": "assistant", "content": answer}]
     try:
         text = template["render"](messages, None)
     except ValueError:  # e.g. a template that needs tools; the declared ends remain
@@ -2094,10 +2093,8 @@ def _row_reader(path, columns):
     """
     kind = _file_kind(path)
     if kind.endswith((".csv", ".tsv")):
-        separator = "\t" if kind.endswith(".tsv") else ","
         raise ValueError(f"{path}: must be .jsonl or .parquet; convert it by "
-                         f"pandas.read_csv({str(path)!r}, sep={separator!r})"
-                         f".to_parquet({str(path) + '.parquet'!r})")
+                         f"pandas.read_csv({str(path)!r}).to_parquet('rows.parquet')")
     if path.is_dir() or kind.endswith((".parquet", ".arrow")):
         return partial(_table_rows, columns=columns)
     # JSON may have any name. If most of its first lines are objects, the others are errors.
@@ -2283,9 +2280,9 @@ def _hf_tokenizer(name, eos_token):
     # The library may raise any exception.
     with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
         tok = library.Tokenizer.from_file(str(path))
-        settings = _read_settings(name, "special_tokens_map.json")
+        settings = _read_settings(name, "generation_config.json")
+        settings |= _read_settings(name, "special_tokens_map.json")
         settings |= _read_settings(name, "tokenizer_config.json")
-        generation = _read_settings(name, "generation_config.json")
         named = {*_named_tokens(settings), *_read_settings(name, "added_tokens.json")}
         missing = [text for text in sorted(named) if tok.token_to_id(text) is None]
         if missing:
@@ -2305,8 +2302,7 @@ def _hf_tokenizer(name, eos_token):
     known = [i for i in map(tok.token_to_id, EOS_NAMES) if i is not None][:1]
     if not eos_name and known:
         eos = known[0]
-    more_stops = np.ravel(generation.get("eos_token_id", [])).tolist()
-    stops = {eos, *known, *more_stops} - {None}
+    stops = {eos, *known, *np.ravel(settings.get("eos_token_id", [])).tolist()} - {None}
 
     # An id that it puts before a text, other than eos, is its bos.
     probe = tok.encode("a" if eos is None else tok.id_to_token(eos))
@@ -2475,16 +2471,3 @@ def hub_path(name, weights=False):
         folder = library.snapshot_download(repo, repo_type=kind, revision=unquote(revision) or None,
                                            allow_patterns=list(patterns))
     return os.path.join(folder, path)
-
-
-# ---- custom tasks
-
-# For custom tasks whose examples are not sequences of tokens. See eval_examples_at, too.
-
-def examples_at(step, batch_size, n, seed=0, rows=None):
-    """The examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
-
-    Each of the n examples comes once per epoch, in a different order each epoch. The last batch of
-    an epoch is filled from the next epoch.
-    """
-    return shuffled(draws_at(step, batch_size, rows), n, seed)
