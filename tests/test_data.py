@@ -70,19 +70,6 @@ def header(count, magic=20240520, version=1):
 
 # ---- order
 
-def shuffle_statistics(order, epoch_after, lags):
-    """Figures of one order in which a poor shuffle differs from a random one: close neighbours,
-    the largest serial correlation, distinct steps, ascents, and chi-squares over 8 x 8 cells of
-    (position, value), (value, next value) and (value, value an epoch later).
-    """
-    n, steps = len(order), np.diff(order)
-    pairs = (np.arange(n), order), (order[:-1], order[1:]), (order, epoch_after)
-    cells = [np.histogram2d(*pair, bins=8, range=[[0, n]] * 2)[0] for pair in pairs]
-    return [(abs(steps) <= n // 50).mean(), (steps > 0).mean(), len(np.unique(steps)),
-            max(abs(np.corrcoef(order[k:], order[:-k])[0, 1]) for k in lags),
-            *(((c - c.mean()) ** 2).sum() / c.mean() for c in cells)]
-
-
 def test_orders_are_pinned():
     """Orders and fingerprints are these numbers, so that a later version resumes in the same order.
 
@@ -103,29 +90,6 @@ def test_orders_are_pinned():
     dataset = data.make_dataset([shard(long)])
     assert data.fingerprint(dataset) == "2097251 tokens in 1 shards, crc32 82a3beb6"
     assert data.IGNORE == -100  # as in Hugging Face's and PyTorch's losses
-
-
-@pytest.mark.parametrize("n", [97, 1000])
-def test_permute_is_as_random_as_numpy(n):
-    """Over 200 seeds, statistics of orders have the mean and spread of NumPy's permutations.
-
-    Error: with three rounds at most 2.6 standard errors and 14% of the spread; with two rounds 6.8
-    and 53%, with one 430 and sevenfold.
-    Break: data.py: zip(keys[::2], keys[1::2]) => zip(keys[:2:2], keys[1:2:2])
-    """
-    lags, n_seeds = (1, 2, 3, int(n**0.5), int(n**0.5) + 1), 200
-    ours, numpys = [], []
-    for seed in range(n_seeds):
-        one, two = (data.permute(np.arange(n), n, f"({seed}, {epoch})") for epoch in (0, 1))
-        ours.append(shuffle_statistics(one, two, lags))
-        rng = np.random.default_rng(seed)
-        numpys.append(shuffle_statistics(rng.permutation(n), rng.permutation(n), lags))
-    ours, numpys = np.array(ours), np.array(numpys)
-    standard_errors = np.std(numpys, axis=0) * (2 / n_seeds) ** 0.5
-    off = (np.mean(ours, axis=0) - np.mean(numpys, axis=0)) / standard_errors
-    spread = np.std(ours, axis=0) / np.std(numpys, axis=0)
-    assert (abs(off) < 4).all(), off
-    assert ((spread > 0.75) & (spread < 1.33)).all(), spread
 
 
 @pytest.mark.parametrize("seq_len", [1, 3, 8])
@@ -187,9 +151,8 @@ def test_eval_covers_each_token_once():
 
 
 @pytest.mark.parametrize("n_val, train, val", [
-    (8, (100, 200), None), (9, (100, 191), (9,)), (191, (100, 9), (191,)), (192, (100,), (200,)),
-    (208, (100,), (200,)), (209, (91,), (9, 200)), (291, (9,), (91, 200)), (292, None, (100, 200)),
-])
+    (8, (100, 200), None), (9, (100, 191), (9,)), (192, (100,), (200,)), (209, (91,), (9, 200)),
+    (292, None, (100, 200))])
 def test_split(n_val, train, val):
     """The last tokens are validation data; a cut that would leave no sequence of a shard moves to
     its end, and an empty side is an error.
@@ -265,16 +228,13 @@ def test_shortest_files(tmp_path):
         path = write(tmp_path / "a.bin", np.arange(n, dtype=np.uint16))
         assert data.open_dataset([path], BYTES, sizes)["lengths"] == [n]
     assert [part["lengths"].tolist() for part in data.split(count_up((4,)), 0.5)] == [[2], [2]]
-    for place, value, dtype, n in ((3, 1, "uint16", 512), (255, 1, "uint16", 512),
-                                   (0, 0, "uint32", 256)):
-        ints = header(50)
-        ints[place] = value
-        path = write(tmp_path / "b.bin", ints)
-        assert data.open_dataset([path], BYTES, dtype=dtype)["lengths"] == [n]
+    ints = header(50)
+    ints[255] = 1  # then it is no header
+    path = write(tmp_path / "b.bin", ints)
     text = write(tmp_path / "a.txt", b"text")
-    dataset = data.open_dataset([text, path], BYTES, folder=tmp_path, dtype=dtype)
+    dataset = data.open_dataset([text, path], BYTES, folder=tmp_path)
     assert [s["name"] for s in dataset["shards"]] == [str(path), str(text)]
-    assert dataset["lengths"].tolist() == [256, 6] and data.bytes_per_token(dataset) is None
+    assert dataset["lengths"].tolist() == [512, 6] and data.bytes_per_token(dataset) is None
 
 
 def npy(array):
@@ -286,16 +246,13 @@ def npy(array):
 @pytest.mark.parametrize("name, content, words", [
     ("short-empty.txt", b"", "has 1 tokens, and no sequence of 8"),
     ("short.bin", bytes(range(16)), "has 8 tokens, and no sequence of 8 with a label"),
-    ("empty.bin", b"", "0 bytes cannot be uint16"),
     ("odd.bin", b"a" * 2001, "2001 bytes cannot be uint16; set --data_dtype"),
     ("wide.bin", np.arange(1, 99, dtype=np.uint32).tobytes(), "set --data_dtype to uint32"),
     ("version.bin", header(50, version=2).tobytes() + b"ab" * 50,
      "are not those of its header: magic 20240520, version 2, 50 tokens; known"),
-    ("fewer.bin", header(49).tobytes() + b"ab" * 50, "magic 20240520, version 1, 49 tokens"),
     ("float.npy", npy(np.ones(99)), "has 1 dims of float64, not 1 of integers"),
     ("torn.npy", b"\x93NUMPY\x01\x00torn", "not a .npy file"),
     ("type.jsonl", b'\n{"text": 5}\n', "line 2: must have one of"),
-    ("list.jsonl", b'["text"]\n', "row 1: 'text' is not an object"),
     ("", None, "name the files, as in 'FOLDER/*.txt'"),
     ("absent*.txt", None, "no such file, and no file matches it as a glob"),
     ("x.txt", b"fine\n" * 5000 + b"\xff\xfe", r"not UTF-8 at b'fine\nfine\nfine\nfine\n\xff'"),
@@ -304,8 +261,6 @@ def npy(array):
     ("x.parquet", b"PAR1....", "not a .parquet or .arrow file"),
     ("x.json", b'[{"text": "a"},\n {"id": 5}]', "row 2: must have one of text; prompt, completion"),
     ("x.jsonl", b'{"text": ' + b"[" * 10**5, "corrupted, or not JSON"),
-    ("x.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n',
-     "line 1: messages need a chat template"),
 ])
 def test_errors_name_the_file(name, content, words, tmp_path):
     """A missing, short, truncated or other file is an error with its name, line and reason.
@@ -434,11 +389,6 @@ def test_tokenizer_errors(tmp_path):
     (tmp_path / "a.txt").write_text("low")
     with pytest.raises(ValueError, match="endless.json': has no end-of-document token"):
         data.open_dataset([tmp_path / "a.txt"], endless, folder=tmp_path / "cache")
-    (tmp_path / "folder").mkdir()
-    small_bpe(tmp_path / "folder/tokenizer.json", "</s>")
-    write(tmp_path / "folder/tokenizer_config.json", b'{"eos_token": ')
-    with pytest.raises(ValueError, match="folder.: cannot be read: Expecting value"):
-        data.make_tokenizer(str(tmp_path / "folder"))
 
 
 @pytest.mark.parametrize("at", [data.batch_at, data.eval_batch_at])
@@ -596,9 +546,8 @@ def test_a_file_in_both(tmp_path):
     cfg = config.Config(data=(str(path),), val_data=(str(tmp_path / "x" / ".." / "*.txt"),),
                         seq_len=4, out_dir=str(tmp_path), token_cache=str(tmp_path / "p"))
     (tmp_path / "x").mkdir()
-    mixed = {"data": (f"{path}=1",)}
     twice = {"val_data": (), "data": (f"{path}=1", f"{tmp_path}/*.txt=2")}
-    for change, words in (({}, "data and val_data"), (mixed, "data .*a.txt and val_data"),
+    for change, words in (({}, "data and val_data"),
                           (twice, r"data .*a.txt and data .*\*.txt; take it out of one")):
         with pytest.raises(ValueError, match=f"a.txt: is in both {words}"):
             data.open_text(("train", "val"), dataclasses.replace(cfg, **change))
@@ -723,10 +672,7 @@ def test_token_files_that_cannot_be_used(tmp_path):
     Break: data.py: if seq_format["document_mask"] and not 0 <= eod_id =>
     if seq_format["document_mask"] and not -1 <= eod_id
     """
-    for name, dtype in (("a", np.uint16), ("b", np.uint32)):
-        np.save(tmp_path / f"{name}.npy", np.arange(50, dtype=dtype))
-    dataset = data.open_dataset([tmp_path / "*.npy"], BYTES, {"seq_len": 49})
-    np.testing.assert_array_equal(data.batch_at(dataset, 0, 2)["labels"], [np.arange(1, 50)] * 2)
+    np.save(tmp_path / "a.npy", np.arange(50, dtype=np.uint16))
     mask = {"document_mask": True, "vocab_size": 100}
     for eod_id in (-1, 100):
         with pytest.raises(ValueError, match=r"a.npy: with document_mask.* set --eod_id"):
@@ -742,25 +688,20 @@ def test_bytes_per_token(tmp_path):
 
     Break: data.py: len(text.encode()) => len(text)
     """
-    file, path = tmp_path / "t.json", tmp_path / "a.txt"
-    tok = small_bpe(file, "<|endoftext|>")
-    path.write_text("low lower lowest " * 9000 + "q w e r t z u i " * 9000)
-    ours = data.make_tokenizer(str(file))
+    tok = small_bpe(tmp_path / "t.json", "<|endoftext|>")
+    tok.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.NFD(), tokenizers.normalizers.StripAccents()])
+    tok.save(str(tmp_path / "t.json"))
+    ours = data.make_tokenizer(str(tmp_path / "t.json"))
+    path = tmp_path / "a.txt"
+    path.write_text("l\u00f6w l\u00f6wer l\u00f6west " * 9000 + "q w e r t z u i " * 9000)
     parts = data.split(tokenized(path, tokenizer=ours, folder=tmp_path / "p"), 0.4)
     for part in parts:
         ids = part["shards"][0]["tokens"]
-        n_bytes = len(ours["decode"](ids).replace("<|endoftext|>", "0").encode())
+        text = ours["decode"](ids).replace("<|endoftext|>", "0")
+        n_bytes = len(text.replace("low", "l\u00f6w").encode())
         assert np.isclose(data.bytes_per_token(part), n_bytes / len(ids), rtol=1e-3)
     assert data.bytes_per_token(parts[0]) > 1.5 * data.bytes_per_token(parts[1])
-
-    tok.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.NFD(), tokenizers.normalizers.StripAccents()])
-    tok.save(str(file))
-    text = "größer als früher"
-    path.write_text(text)
-    dataset = tokenized(path, tokenizer=data.make_tokenizer(str(file)), folder=tmp_path / "p")
-    n_tokens = len(dataset["shards"][0]["tokens"])
-    assert data.bytes_per_token(dataset) == (len(text.encode()) + 2) / n_tokens
 
 
 # ---- packing
@@ -820,8 +761,8 @@ def test_each_document_once(packing, padding_side, truncation, documents):
     else:
         assert dataset["n"] * 30 < 1.1 * n_used
     n_all = sum(len(text) + 1 for text in texts)
-    assert (f"{n_used:,} of {n_all:,} tokens (--truncation {truncation}), {empty.mean():.1%} padding"
-            ) in data.describe(dataset)
+    wanted = f"{n_used:,} of {n_all:,} tokens (--truncation {truncation}), {empty.mean():.1%} padd"
+    assert wanted in data.describe(dataset)
 
 
 def test_a_document_without_a_label_is_in_no_row(tmp_path):
@@ -1118,7 +1059,7 @@ def test_prefetch_closes():
     items = data.prefetch(make, 0, 99, depth=5)
     next(items)
     items.close()
-    assert made in ([0], [0, 1])
+    assert len(made) <= 2
     assert not any(t.name.startswith("data") for t in {*threading.enumerate()} - before)
 
     items = data.prefetch(lambda i: 12 // (3 - i), 0, 9)

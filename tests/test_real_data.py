@@ -70,12 +70,6 @@ FAMILIES = {
     "{% else %}{% generation %}{{ text }}" + CALLS + "{{ '<|im_end|>' }}{% endgeneration %}"
     "{% endif %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     + THINK_PROMPT,
-    # Nemotron 3: as before, but an answer without a thought closes it at once.
-    "closed thought": CHATML_HEAD + "{% if m.role == 'assistant' %}" + SPLIT_THOUGHT
-    + "{{ '<think>' }}{% if thought %}{{ '\n' }}{% generation %}{{ thought + '\n</think>' + text }}"
-    + CALLS + "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{% generation %}"
-    "{{ '</think>' + text }}" + CALLS + "{{ '<|im_end|>' }}{% endgeneration %}{% endif %}"
-    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}" + THINK_PROMPT,
     # DeepSeek-R1: no header before a question, all thoughts are dropped, the prompt opens one.
     "deepseek": "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}"
     "{% elif m.role == 'user' %}{{ '<|User|>' + m.content }}{% elif m.role == 'tool' %}"
@@ -106,18 +100,6 @@ FAMILIES = {
     "{% set ns.system = '' %}{% else %}{{ '<start_of_turn>model\n' }}{% generation %}"
     "{{ m.content | trim + '<end_of_turn>' }}{% endgeneration %}{{ '\n' }}{% endif %}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
-    # Gemma 4: tool calls and answers of tools are within one turn of the model.
-    "gemma 4": LAST_QUESTION + "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
-    "{{ 'response:' + messages[loop.index0 - 1].tool_calls[0].function.name + '{' + m.content"
-    " + '}[/TOOL_RESULTS]' }}{% elif m.role == 'assistant' %}"
-    "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<start_of_turn>model\n' }}{% endif %}"
-    "{% generation %}{% if m.reasoning_content and loop.index0 > ns.last %}"
-    "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}" + CALLS
-    + "{{ m.content or '' }}{{ '[TOOL_RESULTS]' if m.tool_calls else '<end_of_turn>' }}"
-    "{% endgeneration %}{% else %}"
-    "{{ '<start_of_turn>' + m.role + '\n' + m.content + '<end_of_turn>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt and messages[-1].role != 'tool' %}"
-    "{{ '<start_of_turn>model\n' }}{% endif %}",
     # GLM-4.5: a message has no end of its own, earlier thoughts are empty.
     "glm": LAST_QUESTION + "{{ '[gMASK]' }}{% for m in messages %}{{ '<|' + m.role + '|>\n' }}"
     "{% if m.role == 'assistant' %}" + SPLIT_THOUGHT + "{% generation %}"
@@ -261,8 +243,8 @@ def test_labels_are_those_of_transformers(family, tmp_path):
         return ids, is_label, np.array(wanted["assistant_masks"]) == 1
 
     for name, messages in CONVERSATIONS.items():
-        # Gemma's template refuses tools. In the other two, the end of a call cannot be decided.
-        if name != "tools" or family not in ("gemma", "gemma 4", "phi"):
+        # Gemma's template refuses tools. In Phi's, the end of a call cannot be decided.
+        if name != "tools" or family not in ("gemma", "phi"):
             ids, is_label, mask = labels(messages)
             assert is_label.tolist() == mask.tolist(), (
                 name, data._show_labels(ids, is_label, tokenizer))
@@ -299,8 +281,6 @@ FILES = {
     "an array without a suffix": ("a", json.dumps(TEXTS).replace(", {", ",\n{"), (), BOTH),
     "a line is a number": ("a.txt", '{"text": "a"}\n7\n', (), ['{"text": "a"}\n7\n']),
     "pretty": ("a.json", json.dumps(TEXTS[1], indent=2), (), BOTH[1:]),
-    "pretty, many": ("a.json", "\n".join(json.dumps(row, indent=1) for row in TEXTS), (),
-                     "corrupted, or not JSON: Extra data: line 4"),
     "an array": ("a.json", json.dumps(TEXTS, indent=4), (), BOTH),
     "cut JSON": ("a.json", '{"text":\n "one', (), "corrupted, or not JSON: Unterminated"),
     "csv": ("a.csv", "id,text\n1,one two\n", (), "or .parquet; convert it by pandas"),
@@ -308,7 +288,6 @@ FILES = {
         gzip.compress(line.encode()) for line in LINES.splitlines(True)), (), BOTH),
     "text of Windows": ("a.txt", "one\r\ntwo\r\n", (), ["one\r\ntwo\r\n"]),
     "a byte order mark": ("a.txt", "\ufeffone", (), ["one"]),
-    "a byte order mark of JSON": ("a.jsonl", "\ufeff" + LINES, (), BOTH),
     "UTF-16": ("a.txt", "one two".encode("utf-16"), (), "not UTF-8"),
     "a null text": ("a.jsonl", '{"text": null}\n', (), "has text (NoneType)"),
     "a missing column": ("a.jsonl", LINES, ("text=body",),
@@ -316,10 +295,6 @@ FILES = {
     "an unused column": ("a.jsonl", '{"text": "a", "body": "one two"}', ("text=body",), BOTH[:1]),
     "two forms": ("a.jsonl", '{"text": "a", "messages": [{"role": "user", "content": "b"}]}\n', (),
                   "has text (str), messages (list); name the columns to use, as in --columns"),
-    "of two forms the text": ("a.jsonl", '{"text": "one two", "prompt": "a", "completion": "b"}\n',
-                              ("text=text",), BOTH[:1]),
-    "a tools column that no row has": (
-        "a.jsonl", LINES, ("text=text", "tools=functoins"), "has no column 'functoins'"),
 }
 
 
@@ -363,19 +338,6 @@ def tool_rows():
     return rows
 
 
-def as_arrow_json(rows):
-    """A table as datasets 5 writes one: messages and tools are JSON as text."""
-    if not hasattr(arrow, "json_"):
-        pytest.skip("this pyarrow has no type for JSON")
-    columns = {}
-    for name in ("messages", "tools"):
-        texts = [json.dumps(value) for row in rows for value in row[name]]
-        ends = np.cumsum([0, *(len(row[name]) for row in rows)])
-        values = arrow.ExtensionArray.from_storage(arrow.json_(), arrow.array(texts))
-        columns[name] = arrow.ListArray.from_arrays(arrow.array(ends, arrow.int32()), values)
-    return arrow.table(columns)
-
-
 def test_tools_in_tables(tmp_path):
     """Rows with tools have the tokens of transformers, in a table and as JSON texts.
 
@@ -384,15 +346,15 @@ def test_tools_in_tables(tmp_path):
     rows = tool_rows()
     table = arrow.Table.from_pylist(rows)
     parquet.write_table(table, tmp_path / "a.parquet")
-    parquet.write_table(as_arrow_json(rows), tmp_path / "json.parquet")
     write_stream(tmp_path / "a.arrow", table, arrow.ipc.new_stream)
     write_rows(tmp_path / "a.jsonl", [
-        {name: json.dumps(value) for name, value in row.items()} for row in rows])
+        {"messages": [*map(json.dumps, row["messages"])], "tools": json.dumps(row["tools"])}
+        for row in rows])
     tok = make_bpe()
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", TOOLS_TEMPLATE, tok))
     library = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tok, chat_template=TOOLS_TEMPLATE)
-    for name in ("a.parquet", "json.parquet", "a.arrow", "a.jsonl"):
+    for name in ("a.parquet", "a.arrow", "a.jsonl"):
         _, documents = tokenized(tmp_path / name, tokenizer, tmp_path)
         for row, (ids, is_label) in zip(rows, documents, strict=True):
             question, answer = row["messages"]
@@ -457,8 +419,6 @@ CHAT_ROWS = {
     "an image": ({"messages": [said("user", [{"type": "image"}]), said("assistant", "a")]},
                  "message 1: content is"),
     "null": ({"messages": [USER, said("assistant", None)]}, "message 2: content is 'None'"),
-    "loss_mask": ({"messages": [USER, said("assistant", "a", loss_mask=0)]},
-                  "message 2: loss_mask is not known to the chat template"),
     "half a character": ({"messages": [said("user", "\ud83d"), said("assistant", "a")]},
                          "surrogates not allowed"),
     "Alpaca": ({"instruction": "low", "input": "er", "output": "a"}, "a<|im_end|>"),
@@ -466,15 +426,9 @@ CHAT_ROWS = {
                               "no token would hold the column history"),
     "prompt and completion": ({"prompt": [USER, said("assistant", "b"), USER],
                                "completion": [said("assistant", "a")]}, "a<|im_end|>"),
-    "a prompt of text, messages after it": ({"prompt": "a", "completion": [said("user", "b")]},
-                                            "message 1: must have a role of"),
     "ShareGPT": ({"conversations": [
         {"from": "system", "value": "be"}, {"from": "human", "value": "low"},
         {"from": "gpt", "value": "a"}]}, "a<|im_end|>"),
-    "ShareGPT in a prompt": ({
-        "prompt": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "old"},
-                   {"from": "human", "value": "q"}],
-        "completion": [{"from": "gpt", "value": "a"}]}, "a<|im_end|>"),
     "messages as JSON in prompt and completion": ({
         "prompt": json.dumps([USER]), "completion": json.dumps([said("assistant", "a")])},
         "a<|im_end|>"),
@@ -494,8 +448,6 @@ CHAT_ROWS = {
         "assistant", "a", id="2", refusal=None, annotations=[], audio={})]}, "a<|im_end|>"),
     "metadata of a row": ({"messages": [USER, said("assistant", "a")], "id": 1, "source": "b",
                            "url": "c", "timestamp": "d", "weight": math.nan}, "a<|im_end|>"),
-    "a system that is a number": ({"messages": [USER, said("assistant", "a")], "system": 7},
-                                  "message 1: content is '7'"),
     "system beside a text": ({"system": "be", "text": "a"},
                              "line 2: no token would hold the column system;"),
 }
@@ -591,7 +543,6 @@ def test_alpaca_without_a_template(tmp_path):
     ({"input_ids": [5, 6], "labels": [6]}, "as many as input_ids", None),
     ({"input_ids": [5, 256]}, "token id 256 is not in [0, 256)", None),
     ({"input_ids": [5.0, 6.0]}, "input_ids must be a list of integers: [5.0", None),
-    ({"input_ids": [[5, 6]]}, "input_ids must be a list of integers", None),
     ({"input_ids": [5, 6], "labels": [6, -100]}, "not shifted", None),
     ({"input_ids": [5], "attention_mask": [2]}, "attention_mask 0 or 1", None),
     ({"input_ids": [5], "completion_mask": [0]}, "no token would hold the column comp", None),
@@ -630,27 +581,6 @@ def make_metaspace():
     tok.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)])
     return tok
-
-
-def test_chats_have_the_ids_of_tokenizer_json(tmp_path):
-    """Chats have the ids of tokenizer.json, whatever class transformers takes.
-
-    Break: data.py: in encoded(tok.encode_batch, texts): => in encoded(tok.encode_batch, ['a']):
-    """
-    tok = make_bpe()
-    tok.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        tokenizers.pre_tokenizers.Digits(individual_digits=True),
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    tok.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)])
-    folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE, tok,
-                         tokenizer_class="LlamaTokenizerFast")
-    (tmp_path / "t/config.json").write_text('{"model_type": "llama"}')
-    tokenizer = data.make_tokenizer(folder)
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": [USER, said("assistant", "in 2023")]}])
-    _, ((ids, _),) = tokenized(path, tokenizer, tmp_path)
-    text = "<|im_start|>user\nlow<|im_end|>\n<|im_start|>assistant\nin 2023<|im_end|>\n"
-    assert ids == tok.encode(text, add_special_tokens=False).ids
 
 
 def test_the_ends_of_a_document(tmp_path):
@@ -723,22 +653,15 @@ def test_a_tokenizer_is_read_once(tmp_path):
     Break: data.py: @lru_cache(maxsize=8) => @lru_cache(maxsize=0)
     """
     folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE, eos_token="<|im_end|>")
-    file = tmp_path / "t/tokenizer.json"
-    before = data.make_tokenizer(folder)
-    stat = file.stat()
-    table = json.loads(file.read_text())
-    vocab = table["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    file.write_text(json.dumps(table))
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    again = data.make_tokenizer(folder)
-    assert again["encode"]("ab").tolist() == before["encode"]("ab").tolist()
-    assert again["chat"] is before["chat"]  # so that the chat template is read once, too
-    os.utime(file)
-    changed = data.make_tokenizer(folder)
-    assert changed["encode"]("ab").tolist() == before["encode"]("ba").tolist()
     settings = tmp_path / "t/tokenizer_config.json"
+    time_ns = settings.stat().st_mtime_ns
+    before = data.make_tokenizer(folder)
     settings.write_text(settings.read_text().replace("<|im_end|>", "<|endoftext|>"))
+    os.utime(settings, ns=(time_ns, time_ns))
+    again = data.make_tokenizer(folder)
+    assert again["eos"] == before["eos"]
+    assert again["chat"] is before["chat"]  # so that the chat template is read once, too
+    os.utime(settings)
     assert data.make_tokenizer(folder)["eos"] != before["eos"]
 
 
@@ -807,9 +730,8 @@ def test_a_sample_continues_its_prompt(family, tmp_path, monkeypatch):
 # The tokens after an answer, by the templates above.
 TURN_ENDS = {
     "chatml": ["<|im_end|>"], "qwen3": ["<|im_end|>"], "thinking": ["<|im_end|>"],
-    "closed thought": ["<|im_end|>"], "deepseek": ["<|endoftext|>"], "llama": ["<|eot_id|>"],
-    "mistral": ["<|endoftext|>"], "gemma": ["<end_of_turn>"], "gemma 4": ["<end_of_turn>"],
-    "glm": ["<|user|>"], "phi": ["<|end|>"],
+    "deepseek": ["<|endoftext|>"], "llama": ["<|eot_id|>"], "mistral": ["<|endoftext|>"],
+    "gemma": ["<end_of_turn>"], "glm": ["<|user|>"], "phi": ["<|end|>"],
     "two ends": ["<|end|>", "<|eot_id|>"],
 }
 TWO_ENDS = CHATML_HEAD + (
