@@ -953,6 +953,9 @@ PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the ot
 
 def is_shared(root):
     """Whether this process reads in a root what process 0 writes there."""
+    if jax.process_count() == 1:
+        return True
+
     def write_mark():
         mark = os.urandom(8).hex()
         _open(root).write(".shared", mark.encode()).result()

@@ -7,11 +7,11 @@ and a config that cannot run. Invariant: every exit of the loop except a crash l
 unless save_end is off, saves.
 """
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import errno
 import faulthandler
-import fractions
 import functools
 import gc
 import importlib.metadata
@@ -122,16 +122,13 @@ TEXT = {
     "memory_flags": model.memory_savers,
     # (cfg) -> a text for the summary of the run
     "summary": lambda cfg: f"attention {cfg.attention}",
-    # Weights in the format of Hugging Face
-    "hf": {
-        # (cfg) -> cfg with the shape of the model in init_from
-        "update_config": lambda cfg: config_from_hf(cfg),
-        # (path, cfg) -> {"names": {name: shape or None}, "read": {name: like} -> {name: array}},
-        # None where path has no such weights
-        "open_weights": lambda path, cfg: open_hf(path, cfg),
-        # (params, cfg): write cfg.export; with params None only look for errors
-        "export": lambda params, cfg: export_hf(params, cfg),
-    },
+    # Weights in other formats. (cfg) -> cfg with the shape and the tokenizer of those in init_from
+    "update_config": lambda cfg: config_from_hf(cfg),
+    # (path, cfg) -> {"names": {name: shape or None}, "read": {name: like} -> {name: array}} of
+    # weights in another format, None where path has none
+    "open_weights": lambda path, cfg: open_hf(path, cfg),
+    # (params, cfg): write cfg.export; with params None only look for errors
+    "export": lambda params, cfg: export_hf(params, cfg),
 }
 
 
@@ -157,15 +154,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     launched = time.perf_counter()
     cfg, hooks = prepare(cfg, hooks, data)
 
-    # Modes without a training loop.
-    if cfg.mode in ("plan", "data") and (state is not None or params is not None):
-        raise ValueError(f"mode {cfg.mode}: uses no state and no params; leave them out")
-    if cfg.mode == "plan":
-        return plan(cfg, task, hooks)
-    if cfg.mode == "data":
-        return tokenize_data(cfg, task)
-    if cfg.mode in ("eval", "sample", "export"):
-        return run_saved(cfg, task, hooks, state, params)
+    if cfg.mode != "train":
+        return run_mode(cfg, task, hooks, state, params)
 
     print0(f"run {cfg.out_dir}")
     progress = init_progress(launched)
@@ -174,16 +164,10 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
         setup = setup_run(cfg, task, hooks=hooks)
         cfg, root = setup["cfg"], setup["root"]
         with ckpt.lock_folders(cfg.out_dir, root, print0) as check_lock:
-            if jax.process_count() > 1:
-                rule = f"{root} must be on a disk that all processes share; 'shared'"
-                raise_if_unequal({rule: ckpt.is_shared(root)})
             observers = make_observers(cfg)
             try:
                 with steplib.explain_oom(partial(memory_advice, setup)):
-                    started = start_run(setup, progress, observers, check_lock, state, params)
-                    if started is None:
-                        return summary_of_finished(setup)
-                    return train(*started, progress)
+                    return run_training(setup, progress, observers, check_lock, state, params)
             except BaseException as e:
                 notify(observers, "error", {"error": f"{type(e).__name__}: {e}"})
                 raise
@@ -225,7 +209,7 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
 
     # Check the config, and resolve its defaults. First the sizes of a Hugging Face model, if
     # --init_from names one.
-    cfg = task["hf"]["update_config"](cfg)
+    cfg = task["update_config"](cfg)
     given = cfg
     choices = {
         "optimizer": steplib.OPTIMIZERS,
@@ -253,7 +237,7 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     watched = model.matching("watch", cfg.watch, table)
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(watched)))
     if cfg.export:
-        task["hf"]["export"](None, cfg)  # only looks for errors
+        task["export"](None, cfg)  # only looks for errors
 
     return {
         "cfg": cfg,
@@ -268,22 +252,24 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     }
 
 
-def start_run(setup, progress, observers, check_lock, state, params):
-    """Open the data, compile, and make the initial state: (run, state), or None when the run is
-    already finished. run: setup and everything else that is fixed during the loop.
+def run_training(setup, progress, observers, check_lock, state, params):
+    """Open the data, compile, make the initial state, and train, unless the run is already
+    finished. Return the summary.
 
     observers: from make_observers. check_lock: from ckpt.lock_folders. state, params: those given
     by the caller, or None.
     """
-    cfg, task, hooks = setup["cfg"], setup["task"], setup["hooks"]
+    cfg, task, hooks, root = setup["cfg"], setup["task"], setup["hooks"], setup["root"]
     timers = progress["timers"]
 
-    # Open the data, which has to be the same in every process. A folder that grows may have had
-    # fewer files when another process listed it: the number of examples is that of process 0.
+    # Open the data. It has to be the same in every process, and the checkpoints on a disk that all
+    # share. A folder that grows may have had fewer files when another process listed it: the number
+    # of examples is that of process 0.
     opened = open_data(task, cfg, ("train", "val"))
     train_data, val_data = opened["train"], opened["val"]
     validation = describe_validation(setup, val_data)
-    raise_if_unequal({"data": train_data["fingerprint"], "val": validation})
+    raise_if_unequal({"data": train_data["fingerprint"], "val": validation,
+                      f"'all processes must share {root}'": ckpt.is_shared(root)})
     train_data["n"] = ckpt.broadcast_from_main(lambda: int(train_data["n"]))
     check_data_needs(cfg, train_data, val_data)
     cfg = set_steps(cfg, train_data)
@@ -293,7 +279,7 @@ def start_run(setup, progress, observers, check_lock, state, params):
     start = choose_start(setup, train_data, state, params)
     resumes = bool(start["meta"]) and not start["is_branch"]
     if resumes and is_finished(cfg, start["meta"], validation):
-        return None
+        return summary_of_finished(setup, start["meta"])
 
     # Print what will run, and examples of the user's own files at the first launch.
     unsaved = model.matching("save_exclude", cfg.save_exclude, setup["table"])
@@ -328,7 +314,7 @@ def start_run(setup, progress, observers, check_lock, state, params):
 
     # Delete the run to overwrite only now that nothing else can go wrong.
     config_json = config.to_json(config.without_launch_fields(setup["given"]))
-    ckpt.begin_out_dir(cfg.out_dir, setup["root"], config_json,
+    ckpt.begin_out_dir(cfg.out_dir, root, config_json,
                        overwrite=cfg.resume == "overwrite", log=print0)
 
     # Continue the timers, the metrics and the events of earlier launches.
@@ -337,16 +323,17 @@ def start_run(setup, progress, observers, check_lock, state, params):
     delete_later_best(setup, first_step)
 
     # Log what runs, and on what, and what has changed since the checkpoint.
-    run_meta = describe_run(setup, programs, start)
-    print_changes(meta, run_meta)
+    description = describe_run(setup, programs, start)
+    print_changes(meta, description)
     log_event = partial(log_row, setup, observers, progress)
     start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s,
                  "validation": validation}
-    log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
+    log_event("start", start_row | {"time_s": time_by_bucket(timers)} | description)
     # Give hooks the state that they have saved.
     if meta:
         log_event("resume", {"step": first_step, "hooks": meta["hooks"], "root": start["root"]})
 
+    # Everything that is fixed during the loop.
     run = setup | {
         "train_data": train_data,
         "val_data": val_data,
@@ -357,11 +344,11 @@ def start_run(setup, progress, observers, check_lock, state, params):
         "programs": programs,
         "first_step": first_step,
         "is_branch": start["is_branch"],
-        "meta": run_meta,  # part of every checkpoint
+        "description": description,  # part of every checkpoint
         "log_event": log_event,
         "check_lock": check_lock,
     }
-    return run, state
+    return train(run, state, progress)
 
 
 # ---- what changes during a run
@@ -394,8 +381,8 @@ def init_progress(launched):
         "hook_stop": None,
         # Events of config.EVENTS that are requested, until they are due
         "requests": set(),
-        # Requests of all processes at the newest poll_stop: "elapsed_s" since the launch, "stop": a
-        # reason or None, "events" for the next step
+        # Requests of all processes at the newest poll_requests: "elapsed_s" since the launch,
+        # "stop": a reason or None, "events" for the next step
         "polled": {"elapsed_s": 0.0, "stop": None, "events": []},
         # Step of the newest save, or None
         "saved_step": None,
@@ -418,7 +405,7 @@ def train(run, state, progress):
 
     batches = data.prefetch(
         make_batch_at(run, run["train_data"], pinned=cfg.overfit_batch), first_step, cfg.steps,
-        stopped=lambda: poll_stop(run, step, progress, is_waiting=True),  # step: of the loop below
+        stopped=lambda: poll_requests(run, step, progress, is_waiting=True),  # step: see the loop
         wait_until_idle=lambda: jax.block_until_ready(progress["pending"]),
         on_missing=lambda i: log_event("out_of_data", {"step": i}))
 
@@ -474,16 +461,16 @@ def train(run, state, progress):
                     mark_done(progress, kind, step)
                     save_state(run, state, step, progress, due[kind], kind)
 
-            # Stop before the next batch is consumed. poll_stop notes in progress["polled"] what
+            # Stop before the next batch is consumed. poll_requests notes in progress["polled"] what
             # signals, files and hooks request, and asks stop_reason.
-            stop = poll_stop(run, step, progress)
+            stop = poll_requests(run, step, progress)
             if stop:
                 break
 
             # Get the next batch. This waits while a growing folder has no new file.
             batch, waited_s = next(batches, (None, 0.0))
             if batch is None:  # a stop was requested during the wait
-                stop = poll_stop(run, step, progress, is_waiting=True)
+                stop = poll_requests(run, step, progress, is_waiting=True)
                 break
             begin_epochs(run, step)
             batch = run_hooks(run["hooks"], "data", batch)
@@ -604,6 +591,7 @@ def log_step(run, progress):
     for name, value in numbers(row).items():
         if name not in speeds:
             progress["last_metrics"][name] = value
+    progress["last_metrics"]["loss_step"] = step
 
 
 def save_state(run, state, step, progress, why, kind="save"):
@@ -642,10 +630,9 @@ def save_state(run, state, step, progress, why, kind="save"):
         tree |= hook_arrays
 
         # Where the run stands.
-        meta = run["meta"] | {
+        meta = run["description"] | {
             "data": data_position(run, step),
             "digest": digest,
-            "since_log": progress["since_log"],
             "hooks": planned["hooks"],
             "progress": describe_progress(run, progress),
         }
@@ -682,7 +669,9 @@ def stop_reason(run, step, progress):
             if config.COMPARE[sign](values[name], bound):
                 reason = f"{name} {values[name]:g} {config.STOP_WORDS[sign]} {bound:g}"
                 return reason, int(sign == ">" and "loss" in name)
-        elif metrics.get("val_step" if name.startswith("val_") else "step", 0) > run["first_step"]:
+            continue
+        measured_at = metrics.get("val_step" if name.startswith("val_") else "loss_step", 0)
+        if measured_at > run["first_step"]:  # without this metric
             return (f"--stop {' '.join(cfg.stop)}: unknown metric {name} "
                     f"({config.did_you_mean(name, sorted(metrics))})"), 2
 
@@ -692,7 +681,7 @@ def stop_reason(run, step, progress):
 
     # The last step.
     if step >= cfg.steps:
-        return all_done(cfg.steps), 0
+        return f"all {cfg.steps} steps are done", 0
     return None
 
 
@@ -737,9 +726,7 @@ def run_hooks(hooks, event, value):
             new = hook(event, value)
             if isinstance(value, dict) and new is not None:
                 missing = sorted(value.keys() - {*new})
-                if missing:
-                    raise TypeError(f"its result lacks {', '.join(missing)}; return None, or all "
-                                    "of the value: value | {...}")
+                assert not missing, f"its result lacks {missing}; return None, or value | {{...}}"
         except Exception as e:
             e.add_note(f"in the hook {getattr(hook, '__qualname__', hook)}, at the event {event}")
             raise
@@ -753,7 +740,8 @@ def run_hooks(hooks, event, value):
 # Every run uses what follows, but the names say enough at the call for a first reading: tasks, data
 # and steps, where a run starts, progress in checkpoints, evaluation and end, log rows, intervals,
 # actions of the loop, the initial state, means of metrics, where the time goes, requests, signals,
-# printing, observers, the console, samples of text, what a run reports, command line.
+# several processes, printing, observers, the console, samples of text, what a run reports, command
+# line.
 
 
 # ---- tasks
@@ -777,11 +765,9 @@ TASK_DEFAULTS = {
     "init_names": lambda table, saved, cfg: set(table),
     "memory_flags": lambda sp, cfg: [],
     "summary": lambda cfg: "",
-    "hf": {
-        "update_config": lambda cfg: cfg,
-        "open_weights": lambda path, cfg: None,
-        "export": no_export,
-    },
+    "update_config": lambda cfg: cfg,
+    "open_weights": lambda path, cfg: None,
+    "export": no_export,
 }
 
 
@@ -797,26 +783,23 @@ def resolve_text(platform, cfg):
 
 def complete_task(task):
     """The task with its defaults. Raises ValueError for unknown and missing keys."""
-    errors = config.key_errors("task: ", task, TEXT, REQUIRED_TASK_KEYS)
-    errors += config.key_errors("task: hf: ", task.get("hf", {}), TEXT["hf"])
-    config.raise_if_errors(errors)
+    config.raise_if_errors(config.key_errors("", task, TEXT, REQUIRED_TASK_KEYS), "task")
 
     def init_from_table(key, cfg):
         return model.init(key, cfg, task["table"](cfg))
 
-    complete = TASK_DEFAULTS | {"init": init_from_table} | task
-    complete["hf"] = TASK_DEFAULTS["hf"] | complete["hf"]
-    return complete
+    return TASK_DEFAULTS | {"init": init_from_table} | task
 
 
 def check_table(table):
     """Raise ValueError when a row of the parameter table has unknown or missing keys, or no
     parameter is trained.
     """
-    known = ("shape", "spec", "init", "trained", "lr_mult", "decay_mult", "optimizer")
+    required = ("shape", "spec", "init")
+    known = (*required, "trained", "lr_mult", "decay_mult", "optimizer")
     errors = []
     for name, row in table.items():
-        errors += config.key_errors(f"table: {name}: ", row, known, ("shape", "spec", "init"))
+        errors += config.key_errors(f"table: {name}: ", row, known, required)
     if not errors and not any(row.get("trained", True) for row in table.values()):
         errors.append("table: no parameter is trained; freeze fewer")
     config.raise_if_errors(errors, "task")
@@ -835,13 +818,10 @@ def open_data(task, cfg, parts):
 def check_data_needs(cfg, train_data, val_data):
     """Raise ValueError for a field that needs data which the run does not have."""
     errors = []
-    named = [("stop", condition["name"]) for condition in config.parse_stops(cfg)]
-    if cfg.keep_best:
-        named.append(("keep_best", config.parse_best(cfg.keep_best)["name"]))
-    for field, name in named:
-        if name.startswith("val_") and not val_data:
-            errors.append(f"{field} {name}: the run has no validation data; set --val_data or "
-                          "--val_frac")
+    needed = [name for name in (*cfg.stop, cfg.keep_best) if name.startswith("val_")]
+    if needed and not val_data:
+        errors.append(f"stop or keep_best {needed[0]}: the run has no validation data; set "
+                      "--val_data or --val_frac")
     # Optional: training data in windows, as of tests/recipes/windows.py.
     for event in config.EVENTS:
         interval = str(getattr(cfg, f"{event}_every"))
@@ -855,8 +835,8 @@ def set_steps(cfg, train_data):
     """cfg with the number of steps that cfg.epochs means, if it is set."""
     if not cfg.epochs:
         return cfg
-    # The decimal number that was typed: 1.1 epochs of 100 by 10 are 11 steps.
-    steps = fractions.Fraction(str(cfg.epochs)) * train_data["n"] / cfg.batch_size
+    # Rounded, since 1.1 epochs of 100 by 10 are 11 steps, and 11.000000000000002 in floating point.
+    steps = round(cfg.epochs * train_data["n"] / cfg.batch_size, 6)
     # With windows, the last few examples wait for the next file.
     steps = math.floor(steps) if "windows" in train_data else math.ceil(steps)
     return dataclasses.replace(cfg, steps=min(max(1, steps), 2**31 - 1))
@@ -991,11 +971,11 @@ def load_start(setup, start, programs, state, params):
 
 def describe_progress(run, progress):
     """The progress in a checkpoint, for restore_progress."""
-    metrics = {name: x for name, x in progress["last_metrics"].items() if math.isfinite(x)}
     return {
         "last_done": progress["last_done"],
         "requests": sorted(progress["requests"]),
-        "last_metrics": metrics,
+        "last_metrics": progress["last_metrics"],
+        "since_log": progress["since_log"],
         "validation": run["validation"],
         "time_s": time_by_bucket(progress["timers"]),
     }
@@ -1018,8 +998,8 @@ def restore_progress(progress, step, meta, validation):
             progress["last_done"].pop("eval", None)
         for bucket, seconds in saved["time_s"].items():
             progress["timers"]["seconds"][bucket] += seconds
-    for name, (total, count) in meta.get("since_log", {}).items():
-        progress["since_log"][name] = (np.float64(total), count)
+        for name, (total, count) in saved["since_log"].items():
+            progress["since_log"][name] = (np.float64(total), count)
     begin_rates(progress["timers"], step)
 
 
@@ -1041,16 +1021,15 @@ def is_finished(cfg, meta, validation):
     return meta["step"] > cfg.steps or (is_done and is_evaluated)
 
 
-def summary_of_finished(setup):
+def summary_of_finished(setup, meta):
     """The summary of a run that is already finished: its newest metrics, and its checkpoint."""
-    root = setup["root"]
-    step, meta = ckpt.newest_meta(root)
+    step = meta["step"]
     print0(f"{setup['cfg'].out_dir} is finished, at step {step}. To train further: more --steps or "
            "--epochs; from an earlier step: --branch_from DIR@STEP. To start again: --resume "
            "overwrite, or another --out_dir. To export it: --mode export --export DIR")
     return meta["progress"]["last_metrics"] | {
         "step": step, "exit_code": 0, "reason": "already finished",
-        "checkpoint": ckpt.step_path(root, step)}
+        "checkpoint": ckpt.step_path(setup["root"], step)}
 
 
 # ---- evaluation and end
@@ -1087,12 +1066,31 @@ def run_validation(run, state, step, progress):
         if name != "step" and not name.startswith("eval_"):
             last_metrics[name] = value
     last_metrics["val_step"] = step
-    # The earlier one of equal losses is the best. A loss that is not finite never is.
-    if values.get("val_loss", math.nan) < last_metrics.get("best_val_loss", math.inf):
-        last_metrics |= {"best_val_loss": values["val_loss"], "best_val_step": step}
+    is_best = note_best(run["cfg"], step, last_metrics, values)
     # Optional: best checkpoint.
-    if run["cfg"].keep_best:
-        keep_if_best(run, state, step, progress, values)
+    if is_best and run["cfg"].keep_best:
+        save_state(run, state, step, progress, "best", kind="best")
+    return True
+
+
+def note_best(cfg, step, last_metrics, values):
+    """Whether an evaluation has the best value so far of the metric cfg.keep_best, by default
+    val_loss; note it in last_metrics. values: of the evaluation.
+    """
+    metric = config.parse_best(cfg.keep_best or "val_loss")
+    name = metric["name"]
+    # Hooks may add metrics, which may differ between processes.
+    value = ckpt.broadcast_from_main(lambda: values.get(name))
+    if cfg.keep_best and value is None:
+        raise ValueError(f"keep_best {name}: evaluations have no such metric "
+                         f"({config.did_you_mean(name, sorted(values))})")
+    if value is None or not math.isfinite(value):
+        return False
+    # The earlier one of equal values is the best.
+    best = last_metrics.get(f"best_{name}")
+    if best is not None and not metric["is_better"](value, best):
+        return False
+    last_metrics |= {f"best_{name}": value, "best_val_step": step}
     return True
 
 
@@ -1141,12 +1139,15 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
             if sums_of[name] is None:
                 return {}
 
-    # The means over all sets, of the added sums, and of each set with a name.
-    sums = jax.tree.map(lambda *values: sum(values), *sums_of.values())
-    row = eval_metrics(task, metric_means(sums), val_data.get("", {}))
-    for name, source in val_data.items():
-        if name:
-            row |= eval_metrics(task, metric_means(sums_of[name]), source, f"/{name}")
+    # The metrics of each set, and of all sets together under the name "".
+    sums_of[""] = jax.tree.map(lambda *values: sum(values), *sums_of.values())
+    row = {}
+    for name, sums in sums_of.items():
+        values = metric_means(sums)
+        values |= task["metrics"](values, val_data.get(name, {}))
+        values["n_labels"] = int(values["n_labels"])
+        suffix = f"/{name}" if name else ""
+        row |= {f"val_{metric}{suffix}": x for metric, x in numbers(values).items()}
 
     # Duration and speed.
     n_units = sum(n_batches.values()) * task["units_per_step"](cfg)
@@ -1154,17 +1155,10 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     units_per_s = n_units / max(row["eval_s"], 1e-9)
     row[f"eval_{task['unit']}s_per_s"] = units_per_s
     if task["flops"]:  # forward is a third of the training of all weights
-        flops, _ = task["flops"](metric_means(sums), dataclasses.replace(cfg, freeze=()))
+        means = metric_means(sums_of[""])
+        flops, _ = task["flops"](means, dataclasses.replace(cfg, freeze=()))
         row["eval_tflops_per_device"] = flops / 3 * units_per_s / jax.device_count() / 1e12
     return row
-
-
-def eval_metrics(task, means, source, suffix=""):
-    """{"val_METRIC" + suffix: value} of the means, and of the task's metrics."""
-    values = numbers(means)
-    values |= numbers(task["metrics"](means, source))
-    values["n_labels"] = int(values["n_labels"])
-    return {f"val_{name}{suffix}": value for name, value in values.items()}
 
 
 def end_run(run, state, step, progress, stop):
@@ -1188,13 +1182,7 @@ def end_run(run, state, step, progress, stop):
     checkpoint = None
     if progress["saved_step"] == step and "save" not in errors:
         checkpoint = ckpt.step_path(run["root"], step)
-    row = dict(progress["last_metrics"])
-    if "step" in row:
-        row["loss_step"] = row["step"]
-    for name in ("loss_step", "val_step"):  # where they are of an earlier step
-        if row.get(name) == step:
-            del row[name]
-    row |= {
+    row = progress["last_metrics"] | {
         "step": step,
         "reason": reason,
         "exit_code": exit_code,
@@ -1250,13 +1238,16 @@ def begin_epochs(run, step):
     """Run the hooks at "before_epoch" and "before_window" if an epoch or a file begins with the
     next batch.
     """
-    windows = run["train_data"].get("windows")
+    row = {"step": step}
     if step == 0 or has_passed(run, "epoch", 1, step):
-        row = {"step": step, "epoch": 1 + int(completed(run, "epoch", step))}
+        row["epoch"] = 1 + int(completed(run, "epoch", step))
         run["log_event"]("before_epoch", row)
-    if windows and (step == 0 or has_passed(run, "window", 1, step)):
-        row = {"step": step, "window": 1 + completed(run, "window", step)}
-        run["log_event"]("before_window", row | {"file": windows(step)[-1]["name"]})
+    # Optional: training data in windows.
+    windows_begun = run["train_data"].get("windows")
+    if windows_begun and (step == 0 or has_passed(run, "window", 1, step)):
+        windows = windows_begun(step)
+        row = {"step": step, "window": len(windows), "file": windows[-1]["name"]}
+        run["log_event"]("before_window", row)
 
 
 def notify(observers, event, row):
@@ -1264,10 +1255,8 @@ def notify(observers, event, row):
     that raises is removed from the list.
     """
     for observe in list(observers):
-        # Also copies of the dicts within: checkpoints keep the "config" of the start row.
-        copied = {key: dict(x) if isinstance(x, dict) else x for key, x in row.items()}
         try:
-            observe(event, copied)
+            observe(event, copy.deepcopy(row))
         except Exception as error:
             observers.remove(observe)
             message = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -1380,19 +1369,14 @@ def sample_texts(setup, params, step, source):
             "prompts": [sample["prompt"] for sample in samples]}
 
 
-def all_done(steps):
-    """The reason of a stop after which nothing is left to do."""
-    return f"all {steps} steps are done"
-
-
 # ---- the initial state
 
 
-def print_changes(meta, run_meta):
+def print_changes(meta, description):
     """Print in what the machine differs from that of the checkpoint with this meta, or {}."""
     changes = []
-    for kind in ("versions", "machine", "mesh"):
-        changes += config.differences(meta.get(kind, {}), run_meta[kind])
+    for part in ("versions", "machine", "mesh"):
+        changes += config.differences(meta.get(part, {}), description[part])
     if changes:
         print0(f"since the checkpoint: {'; '.join(changes)}. The run continues, but agrees with an "
                "unchanged one only up to rounding")
@@ -1422,7 +1406,7 @@ def open_sources(setup, wanted=None):
 
     return ckpt.open_sources(
         cfg.init_from, {name: row["shape"] for name, row in table.items()},
-        open_weights=lambda path: task["hf"]["open_weights"](path, cfg),
+        open_weights=lambda path: task["open_weights"](path, cfg),
         expected_names=lambda saved: task["init_names"](table, saved, cfg),
         find_mismatches=find_mismatches, select=partial(model.matching, "init_from"),
         wanted=wanted, log=print0)
@@ -1432,7 +1416,6 @@ def place_params(params, like):
     """Copies of given parameters {name: array}, in the dtypes and shardings of `like`. Raises
     ValueError for names, shapes and dtypes that the model does not have.
     """
-    params = {name: x if hasattr(x, "dtype") else np.asarray(x) for name, x in params.items()}
     given = {name: x.shape for name, x in params.items()
              if jax.numpy.issubdtype(x.dtype, np.floating)}
     expected = {name: x.shape for name, x in like.items()}
@@ -1489,16 +1472,14 @@ TIME_BUCKETS = ("start", "compile", "step", "data", "save", "eval", "other")
 
 def init_timers(launched):
     """Timers: {"launched": when, "seconds": {bucket: seconds}, over all restarts, "bucket": the one
-    that is charged now, "since": when it was last charged, "logged_step", "logged": step and
-    seconds at the last log row}.
+    that is charged now, "since": when it was last charged}. begin_rates adds "logged_step" and
+    "logged", the step and the seconds at the last log row.
     """
     return {
         "launched": launched,
         "seconds": dict.fromkeys(TIME_BUCKETS, 0.0),
         "bucket": "start",
         "since": launched,
-        "logged_step": 0,
-        "logged": dict.fromkeys(TIME_BUCKETS, 0.0),
     }
 
 
@@ -1579,7 +1560,7 @@ def signal_received(progress):
     return jax.process_count() == 1 and bool(progress["signal"])
 
 
-def poll_stop(run, step, progress, is_waiting=False):
+def poll_requests(run, step, progress, is_waiting=False):
     """Poll the requests into progress["polled"]. Return the reason to stop, as stop_reason does.
     is_waiting: during a wait for data.
 
@@ -1657,6 +1638,63 @@ def print_stderr(text):
         os.write(2, f"\n{text}\n".encode())
 
 
+# ---- several processes
+
+
+def connect_processes(cfg):
+    """Connect to the other processes, before anything touches a device. Raises ValueError in all of
+    them when one has another config than process 0.
+    """
+    if not cfg.coordinator:
+        return
+    config.validate(cfg, None)
+    steplib.init_distributed(cfg.coordinator, cfg.n_processes, cfg.process_id)
+
+    # These fields may differ between processes.
+    common = dataclasses.replace(
+        cfg, process_id=0, coordinator="", cache_dir="", token_cache="", explicit=())
+    raise_if_unequal(json.loads(config.to_json(common)))
+
+
+def gather(value):
+    """The values of all processes; each is one that JSON keeps."""
+    text = json.dumps(value).encode()
+    size = multihost_utils.process_allgather(np.array(len(text))).max()
+    texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(size), np.uint8))
+    return [json.loads(bytes(x)) for x in texts.reshape(-1, size)]
+
+
+def raise_if_unequal(local):
+    """Raise ValueError in every process when one has other values than process 0. local: {name:
+    value that JSON keeps}.
+    """
+    main, *others = gather(local)
+    errors = []
+    for i, other in enumerate(others, 1):
+        for name, value in main.items():
+            if other[name] != value:
+                errors.append(f"{name} is {other[name]!r} in process {i}, {value!r} in 0")
+    config.raise_if_errors(errors)
+
+
+def merge_requests(polled):
+    """The requests of all processes: the longest time, the first stop, and all events."""
+    everywhere = gather(polled)
+    return {
+        "elapsed_s": max(found["elapsed_s"] for found in everywhere),
+        "stop": next((found["stop"] for found in everywhere if found["stop"]), None),
+        "events": sorted(set().union(*(found["events"] for found in everywhere))),
+    }
+
+
+def restart_watchdog(cfg):
+    """Let a process that is stuck end: unless this is called again within cfg.peer_timeout_s, it
+    prints the stack of each of its threads and exits with 1. JAX then ends the other processes.
+    """
+    if jax.process_count() > 1 and cfg.peer_timeout_s:
+        faulthandler.dump_traceback_later(cfg.peer_timeout_s, exit=True, file=2)
+
+
 # ---- printing
 
 
@@ -1684,11 +1722,6 @@ def ignore_stdout_errors():
 
 def is_main():
     return jax.process_index() == 0
-
-
-def is_terminal(stream):
-    """Whether a stream is a terminal. A logger in place of a stream may have no isatty."""
-    return getattr(stream, "isatty", bool)()
 
 
 def numbers(row):
@@ -1760,7 +1793,7 @@ def console(cfg):
             mib = row["memory_bytes_per_device"]["total"] / 2**20
             print0(f"compiled in {row['compile_s']:.1f} s, {mib:,.0f} MiB per device; from "
                    f"{row['origin']}, at step {row['step']}")
-            bar = tqdm(total=cfg.steps, initial=row["step"], disable=not is_terminal(sys.stderr),
+            bar = tqdm(total=cfg.steps, initial=row["step"], disable=None,  # None: by the terminal
                        bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}")
         elif event == "step":
             bar.update()
@@ -1846,8 +1879,8 @@ LONG_EVAL_S = 2.0  # an evaluation that takes longer gets a progress bar, and a 
 
 def eval_bar(n_batches):
     """A progress bar that a terminal shows once an evaluation has taken LONG_EVAL_S."""
-    return tqdm(total=n_batches, disable=not (is_main() and is_terminal(sys.stderr)),
-                delay=LONG_EVAL_S, leave=False,
+    return tqdm(total=n_batches, delay=LONG_EVAL_S, leave=False,
+                disable=None if is_main() else True,
                 bar_format="evaluating {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}")
 
 
@@ -1871,12 +1904,16 @@ def print_summary(row):
     total = sum(seconds.values())
     print0("".join(f"{bucket:>8}" for bucket in seconds) + "  total")
     print0("".join(f"{s / total:8.1%}" for s in seconds.values()) + f"  {total:,.0f} s")
-    print0(format_metrics(row, ["step", "loss", "loss_step", "val_loss", "val_bits_per_byte",
-                                "val_step"]))
-    if "best_val_loss" in row:
-        print0(format_metrics(row, ["best_val_loss", "best_val_step"]))
+    # Of which step a loss is, where it is of an earlier one.
+    older = {name: value for name, value in row.items()
+             if not name.endswith("_step") or value != row["step"]}
+    print0(format_metrics(older, ["step", "loss", "loss_step", "val_loss", "val_bits_per_byte",
+                                  "val_step"]))
+    best = [name for name in row if name.startswith("best_")]
+    if best:
+        print0(format_metrics(row, best))
 
-    is_done = row["reason"] == all_done(row["step"])
+    is_done = row["reason"].endswith("steps are done")  # of stop_reason
     saved = f"saved in {row['checkpoint']}" if row["checkpoint"] else "not saved"
     print0(f"{'done' if is_done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s, {saved}")
     if row["checkpoint"] and not row["exit_code"] and not is_done:
@@ -1924,11 +1961,11 @@ def print_data_summary(opened, log, with_examples):
     sources = {"train data": opened["train"]}
     sources |= {f"val data {name}".strip(): source for name, source in opened["val"].items()}
     for name, source in sources.items():
-        if source and "summary" in source:
+        if "summary" in source:
             summary = source["summary"].replace("\n", "\n  ")
             log(f"{name}: {summary}")
     source = opened["train"]
-    if with_examples and source and "preview" in source:
+    if with_examples and "preview" in source:
         for i, pieces in enumerate(source["preview"](), 1):
             log(f"example {i}, labels within {{+ +}}:\n{mark_labels(pieces)}")
 
@@ -1989,12 +2026,13 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
         return main(config.parse(argv, kind), hooks, task)["exit_code"]
     except Exception as e:
         is_expected = is_user_error(e)
-        if not is_expected and not jax.distributed.is_initialized():
+        several = jax.distributed.is_initialized()
+        if not is_expected and not several:
             raise
         message = f"error: {e}" if is_expected else traceback.format_exc()
         print(message, file=sys.stderr, flush=True)
         exit_code = 2 if is_expected else 1
-        if jax.distributed.is_initialized():
+        if several:
             # Exit without JAX's shutdown, which would wait for the other processes. They end when
             # process 0 does: first let them print why.
             time.sleep(2)
@@ -2021,7 +2059,7 @@ def is_user_error(error):
 #
 # The optional sections, in this order: rows from Python, best checkpoint, branches of a run,
 # validation data that comes later, exports during a run, dynamic sources of parameters, Hugging
-# Face weights, modes without a loop, memory estimates, hooks from files, several processes,
+# Face weights, modes without a loop, memory estimates, hooks from files,
 # profiler, plot, trackers. Then the observers that run.
 
 
@@ -2061,30 +2099,6 @@ def delete_later_best(setup, step):
         ckpt.delete_after(ckpt.roots(setup["root"])["best"], step, print0)
 
 
-def keep_if_best(run, state, step, progress, metrics):
-    """Save the parameters as the best checkpoint, if an evaluation has a better value of the metric
-    cfg.keep_best than that checkpoint. metrics: of this evaluation.
-    """
-    cfg = run["cfg"]
-    metric = config.parse_best(cfg.keep_best)
-    name = metric["name"]
-    # Hooks may add metrics, which may differ between processes.
-    value = ckpt.broadcast_from_main(lambda: metrics.get(name))
-    if value is None:
-        raise ValueError(f"keep_best {name}: evaluations have no such metric "
-                         f"({config.did_you_mean(name, sorted(metrics))})")
-    wait_for_save(run, progress)
-    _, meta = ckpt.newest_meta(ckpt.roots(run["root"])["best"])
-    # One of another metric or of other validation data does not count.
-    best = None
-    is_same = bool(meta) and meta["config"]["keep_best"] == cfg.keep_best
-    if is_same and meta["progress"]["validation"] == run["validation"]:
-        best = meta["progress"]["last_metrics"][name]
-    is_better = best is None or metric["is_better"](value, best)
-    if is_better and math.isfinite(value):
-        save_state(run, state, step, progress, "best", kind="best")
-
-
 # ---- branches of a run
 
 
@@ -2113,7 +2127,7 @@ def val_data_at(run, step, progress):
     source = source_at(step)
     if source is None and step < run["cfg"].steps:
         run["log_event"]("out_of_data", {"step": step})
-        while source is None and not poll_stop(run, step, progress, is_waiting=True):
+        while source is None and not poll_requests(run, step, progress, is_waiting=True):
             time.sleep(0.2)
             source = source_at(step)
     return {"": source} if source else {}
@@ -2126,7 +2140,7 @@ def export(run, params, step, progress):
     """Export the parameters. An error of the disk is logged, and training continues."""
     began = time.perf_counter()
     with timed(progress["timers"], "other"), log_errors(run, progress, step, "export"):
-        run["task"]["hf"]["export"](params, run["cfg"])
+        run["task"]["export"](params, run["cfg"])
         run["log_event"]("export", {"step": step, "folder": run["cfg"].export,
                                     "export_s": time.perf_counter() - began})
 
@@ -2265,6 +2279,17 @@ def write_generation_config(path, tokenizer):
 # ---- modes without a loop
 
 
+def run_mode(cfg, task, hooks, state, params):
+    """Do what cfg.mode says, unless that is to train. Return the summary."""
+    if cfg.mode in ("eval", "sample", "export"):
+        return run_saved(cfg, task, hooks, state, params)
+    if state is not None or params is not None:
+        raise ValueError(f"mode {cfg.mode}: uses no state and no params; leave them out")
+    if cfg.mode == "plan":
+        return plan(cfg, task, hooks)
+    return tokenize_data(cfg, task)
+
+
 def write_samples(path, samples):
     """Write samples as JSON lines with "prompt" and "text", what follows it."""
     with open(path, "w", encoding="utf-8") as file:
@@ -2314,7 +2339,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         print_eval_row(summary)
         print0(ckpt.json_line(summary))
     elif cfg.mode == "export":
-        task["hf"]["export"](params, cfg)
+        task["export"](params, cfg)
         print0(f"exported step {step} to {cfg.export}")
     else:
         summary |= sample_texts(setup, params, 0, None)
@@ -2347,7 +2372,7 @@ def find_saved(cfg, task, hooks, is_given=False):
         return setup, start
     if cfg.checkpoint == "latest":
         needed_for = "" if cfg.init_from else f"mode {cfg.mode}"
-        _, meta = ckpt.newest_run_meta(root, needed_for)
+        _, meta = ckpt.newest_description(root, needed_for)
     else:
         start["root"], start["step"], meta = ckpt.find_checkpoint(root, cfg.checkpoint)
     if meta:
@@ -2374,7 +2399,7 @@ def load_saved(setup, start, state=None, params=None):
 def tokenize_data(cfg, task):
     """Tokenize the data that is not in the cache, and print a summary. Needs no accelerator."""
     task = complete_task(task)
-    cfg = task["hf"]["update_config"](cfg)  # as in training
+    cfg = task["update_config"](cfg)  # as in training
     config.validate(cfg, None)
     print_data_summary(open_data(task, cfg, ("train", "val")), print, with_examples=True)
     return {"step": 0, "reason": "data", "exit_code": 0}
@@ -2480,63 +2505,6 @@ def load_hooks(texts):
     return hooks
 
 
-# ---- several processes
-
-
-def connect_processes(cfg):
-    """Connect to the other processes, before anything touches a device. Raises ValueError in all of
-    them when one has another config than process 0.
-    """
-    if not cfg.coordinator:
-        return
-    config.validate(cfg, None)
-    steplib.init_distributed(cfg.coordinator, cfg.n_processes, cfg.process_id)
-
-    # These fields may differ between processes.
-    common = dataclasses.replace(
-        cfg, process_id=0, coordinator="", cache_dir="", token_cache="", explicit=())
-    raise_if_unequal(json.loads(config.to_json(common)))
-
-
-def gather(value):
-    """The values of all processes; each is one that JSON keeps."""
-    text = json.dumps(value).encode()
-    size = multihost_utils.process_allgather(np.array(len(text))).max()
-    texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(size), np.uint8))
-    return [json.loads(bytes(x)) for x in texts.reshape(-1, size)]
-
-
-def raise_if_unequal(local):
-    """Raise ValueError in every process when one has other values than process 0. local: {name:
-    value that JSON keeps}.
-    """
-    main, *others = gather(local)
-    errors = []
-    for i, other in enumerate(others, 1):
-        for name, value in main.items():
-            if other[name] != value:
-                errors.append(f"{name} is {other[name]!r} in process {i}, {value!r} in 0")
-    config.raise_if_errors(errors)
-
-
-def merge_requests(polled):
-    """The requests of all processes: the longest time, the first stop, and all events."""
-    everywhere = gather(polled)
-    return {
-        "elapsed_s": max(found["elapsed_s"] for found in everywhere),
-        "stop": next((found["stop"] for found in everywhere if found["stop"]), None),
-        "events": sorted(set().union(*(found["events"] for found in everywhere))),
-    }
-
-
-def restart_watchdog(cfg):
-    """Let a process that is stuck end: unless this is called again within cfg.peer_timeout_s, it
-    prints the stack of each of its threads and exits with 1. JAX then ends the other processes.
-    """
-    if jax.process_count() > 1 and cfg.peer_timeout_s:
-        faulthandler.dump_traceback_later(cfg.peer_timeout_s, exit=True, file=2)
-
-
 # ---- profiler
 
 
@@ -2559,15 +2527,13 @@ def plot(cfg):
         from matplotlib.figure import Figure
         start, *rows = ckpt.read_log(cfg.out_dir)
         figure = Figure(figsize=(10, 6), layout="constrained")
+        rows = [row for row in rows if row["event"] in ("log", "eval")]
         panels = (["loss", "val_loss"], ["lr"], ["grad_norm"], [f"{start['unit']}s_per_s"])
         for axes, names in zip(figure.subplots(2, 2).flat, panels, strict=True):
             for name in names:
-                points = [(row["step"], row[name]) for row in rows
-                          if row["event"] in ("log", "eval") and row.get(name) is not None]
-                style = "o-" if name == "val_loss" else "-"
-                axes.plot(*np.reshape(points, (-1, 2)).T, style, label=name, markersize=4)
+                points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+                axes.plot(*np.reshape(points, (-1, 2)).T, ".-", label=name)
             axes.legend()
-            axes.grid(alpha=0.3)
         figure.supxlabel("step")
         figure.suptitle(str(cfg.out_dir))
         figure.savefig(Path(cfg.out_dir) / "plot.png", dpi=100)
@@ -2650,8 +2616,7 @@ def histogram_edges(stats):
     """
     low = stats["min"]
     width = max(stats["max"] - low, 1e-6 * abs(low), 1e-12)
-    n_bins = len(stats["counts"])
-    return [low + width * i / n_bins for i in range(n_bins + 1)]
+    return np.linspace(low, low + width, len(stats["counts"]) + 1)
 
 
 TRACKERS = {"wandb": log_to_wandb, "tensorboard": log_to_tensorboard}  # of --track

@@ -199,7 +199,7 @@ def test_a_long_evaluation_has_a_progress_bar_on_a_terminal(monkeypatch, capsys)
     """
     def screen(seconds, is_terminal=True):
         monkeypatch.setattr(train, "LONG_EVAL_S", seconds)
-        monkeypatch.setattr(train, "is_terminal", lambda stream: is_terminal)
+        monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
         with train.eval_bar(3) as bar:
             for _ in range(3):
                 bar.update()

@@ -172,8 +172,7 @@ def test_the_best_checkpoint(tiny, capsys):
     """At each record the parameters are kept, one checkpoint at a time; a resumed run knows the
     record, and evaluations and later runs read it.
 
-    Break: train.py: is_better = best is None or metric["is_better"](value, best) =>
-    is_better = True
+    Break: train.py: if best is not None and not metric["is_better"](value, best): => if False:
     """
     kept = dict(keep_best="val_acc", eval_every=1, save_every=0, max_to_keep=0)
     root = Path(tiny().out_dir, "ckpt")

@@ -390,7 +390,7 @@ def test_the_stop_file_ends_the_wait_for_data(days, capsys):
     """The folder has no new file. The run logs and prints once that it waits for data, and the
     stop file ends it a second later.
 
-    Break: train.py: stopped=lambda: poll_stop(run, step, progress, is_waiting=True), =>
+    Break: train.py: stopped=lambda: poll_requests(run, step, progress, is_waiting=True), =>
     stopped=bool,
     """
     cfg, seen = days(wait_s=15.0, windows_per_epoch=0, steps=10**6), []
