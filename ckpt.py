@@ -482,6 +482,14 @@ def _aligned_empty(shape, dtype):
 
 # ---- values from process 0
 
+def gather(value):
+    """The values of all processes; each is one that JSON keeps."""
+    text = json.dumps(value).encode()
+    size = multihost_utils.process_allgather(np.array(len(text))).max()
+    texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(size), np.uint8))
+    return [json.loads(bytes(x)) for x in texts.reshape(-1, size)]
+
+
 def broadcast_from_main(decide):
     """The result of decide() on process 0, passed as JSON to every process. A ValueError of
     decide() is raised in every process.
@@ -494,11 +502,7 @@ def broadcast_from_main(decide):
             value = decide()
         except ValueError as e:
             error = str(e)
-    # The other processes need the length first.
-    text = np.frombuffer(json.dumps([value, error]).encode(), np.uint8)
-    n_bytes = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    text = multihost_utils.broadcast_one_to_all(np.resize(text, n_bytes))
-    value, error = json.loads(np.asarray(text, np.uint8).tobytes())
+    value, error = gather([value, error])[0]
     if error is not None:
         raise ValueError(error)
     return value

@@ -49,7 +49,6 @@ if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 # The five files beside this one have common names: its folder comes first while they are imported.
@@ -1656,19 +1655,11 @@ def connect_processes(cfg):
     raise_if_unequal(json.loads(config.to_json(common)))
 
 
-def gather(value):
-    """The values of all processes; each is one that JSON keeps."""
-    text = json.dumps(value).encode()
-    size = multihost_utils.process_allgather(np.array(len(text))).max()
-    texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(size), np.uint8))
-    return [json.loads(bytes(x)) for x in texts.reshape(-1, size)]
-
-
 def raise_if_unequal(local):
     """Raise ValueError in every process when one has other values than process 0. local: {name:
     value that JSON keeps}.
     """
-    main, *others = gather(local)
+    main, *others = ckpt.gather(local)
     errors = []
     for i, other in enumerate(others, 1):
         for name, value in main.items():
@@ -1679,7 +1670,7 @@ def raise_if_unequal(local):
 
 def merge_requests(polled):
     """The requests of all processes: the longest time, the first stop, and all events."""
-    everywhere = gather(polled)
+    everywhere = ckpt.gather(polled)
     return {
         "elapsed_s": max(found["elapsed_s"] for found in everywhere),
         "stop": next((found["stop"] for found in everywhere if found["stop"]), None),
@@ -2059,8 +2050,8 @@ def is_user_error(error):
 #
 # The optional sections, in this order: rows from Python, best checkpoint, branches of a run,
 # validation data that comes later, exports during a run, dynamic sources of parameters, Hugging
-# Face weights, modes without a loop, memory estimates, hooks from files,
-# profiler, plot, trackers. Then the observers that run.
+# Face weights, modes without a loop, memory estimates, hooks from files, profiler, plot, trackers.
+# Then the observers that run.
 
 
 # ---- rows from Python
@@ -2372,7 +2363,7 @@ def find_saved(cfg, task, hooks, is_given=False):
         return setup, start
     if cfg.checkpoint == "latest":
         needed_for = "" if cfg.init_from else f"mode {cfg.mode}"
-        _, meta = ckpt.newest_description(root, needed_for)
+        _, meta = ckpt.newest_run_meta(root, needed_for)
     else:
         start["root"], start["step"], meta = ckpt.find_checkpoint(root, cfg.checkpoint)
     if meta:

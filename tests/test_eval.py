@@ -104,8 +104,8 @@ def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
     """Loss, accuracy and labels of each set and of all are those of float64 NumPy, with batches of
     training or larger ones; the screen has a line for each, and JSON.
 
-    Break: train.py: sums = jax.tree.map(lambda *values: sum(values), *sums_of.values()) =>
-    sums = jax.tree.map(lambda *values: max(values), *sums_of.values())
+    Break: train.py: sums_of[""] = jax.tree.map(lambda *values: sum(values), *sums_of.values()) =>
+    sums_of[""] = jax.tree.map(lambda *values: max(values), *sums_of.values())
     """
     texts = {"code": "def f(x): return x + 1\n" * 30, "prose": "some words, and more. " * 11}
     entries = []

@@ -203,8 +203,6 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
         assert 0 < row["watch"]["final_norm"]["grad_norm"] < row["grad_norm"]
         assert f"step {row['step']:6}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  " in output
     assert output.count(" sample -") == 2
-    assert lines[-3].startswith("step     10  loss ")
-    assert lines[-2].startswith("best validation loss ")
     assert lines[-1].startswith("done: all 10 steps are done; ")
 
 
@@ -400,15 +398,11 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
     output = capsys.readouterr().out
     assert f" sample --------\n{prompt}{{+{preview['texts'][0][8:]}+}}\n" in output
     (tmp_path / "text.txt").unlink()
-    summary = train.main(dataclasses.replace(cfg, mode="sample"))
-    assert summary["prompts"] == [""] and summary["texts"][0]
-    capsys.readouterr()
-    flags = ["--mode", "sample", "--out_dir", tiny().out_dir, "--prompt", "12 bottles",
-             "--n_samples", "2", "--sample_tokens", "8", "--temperature", "1",
-             "--samples_file", f"{tmp_path}/s.jsonl"]
+    flags = (f"--mode sample --out_dir {cfg.out_dir} --n_samples 2 --sample_tokens 8 "
+             f"--temperature 1 --samples_file {tmp_path}/s.jsonl --prompt").split()
     printed = []
     for _ in range(2):
-        assert train.cli(flags) == 0
+        assert train.cli([*flags, "12 bottles"]) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and printed[0].count("12 bottles{+") == 2
     saved = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
@@ -576,8 +570,7 @@ def test_hooks_are_loaded_from_the_command_line(tiny, tmp_path, capsys):
     assert train.cli([*argv, f"{hook_file}:one", f"{hook_file}:double"]) == 0
     assert all(r["twice"] == 2 * r["loss"] for r in rows(tiny().out_dir, "log"))
     for name, words in ((f"{hook_file}:duoble", "has no function 'duoble' (nearest: double)"),
-                        ("my_hooks", "file.py:function"),
-                        (f"{tmp_path}/none.py:f", "there is no file")):
+                        (f"{tmp_path}/none.py:f", "must be file.py:function; there is no file")):
         assert train.cli([*argv, name]) == 2
         assert words in capsys.readouterr().err
     assert train.cli(argv[:2]) == 2 and "hooks was [" in capsys.readouterr().err  # no --hooks
@@ -754,8 +747,6 @@ def test_an_observer_neither_changes_nor_ends_a_run(tiny, monkeypatch, capsys):
 
     def last(event, row):
         seen.append({"event": event} | row)
-        if event == "end":
-            raise RuntimeError("too late\nby far")
 
     def odd(event, row):
         endless = []
@@ -770,11 +761,9 @@ def test_an_observer_neither_changes_nor_ends_a_run(tiny, monkeypatch, capsys):
     summary = train.main(cfg, [odd])
     assert (summary["reason"], summary["exit_code"]) == ("all 8 steps are done", 0)
     output = capsys.readouterr().out
-    assert output.count("observer ") == 3 and "no sample: " in output
-    for words in ("chart: at the event log: KeyError: 'no such chart'; it is",
-                  "jsonl.<locals>.observe: at the event log: ValueError: ",
-                  "last: at the event end: RuntimeError: too late; it is"):
-        assert words in output
+    assert output.count("observer ") == 2 and "no sample: " in output
+    assert "chart: at the event log: KeyError: 'no such chart'; it is" in output
+    assert "jsonl.<locals>.observe: at the event log: ValueError: " in output
     assert calls.count("log") == 1 and calls[-1] == "log"
     logged = [row for row in seen if row["event"] == "log"]
     assert [row["step"] for row in logged] == list(range(1, 9)) and logged[0]["loss"] > 0
@@ -782,7 +771,6 @@ def test_an_observer_neither_changes_nor_ends_a_run(tiny, monkeypatch, capsys):
     assert tracked[0] == "start" and tracked[-1] == "end"
     assert not any("spoiled" in row for row in [*seen, *complete_rows(cfg.out_dir)])
     asked_for = dataclasses.asdict(train.setup_run(cfg)["cfg"])
-    assert [row["config"] for row in seen if row["event"] == "start"] == [asked_for]
     meta = ckpt.read_meta(Path(cfg.out_dir) / "ckpt", 8)
     assert meta["config"] == json.loads(json.dumps(asked_for))
     assert [(row["step"], row["at"]) for row in rows(cfg.out_dir, "log")] == [(1, "a"), (2, "a")]
@@ -1280,20 +1268,6 @@ def test_parameters_of_another_architecture_are_refused(tiny, tmp_path):
     train.main(tiny(**fits, allow_change=("rope_theta", "norm_eps")))
 
 
-def test_a_folder_without_locks_is_used(tiny, monkeypatch, capsys):
-    """On a file system without flock the run prints a notice and continues.
-
-    Break: ckpt.py: log(f"{folder}: its file system => raise OSError(f"{folder}: its file system
-    """
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    cfg = tiny(steps=config.Config.steps, epochs=1e-6, out_dir=tiny().out_dir + "/of/it")
-    assert train.main(cfg)["step"] == 1
-    assert "has no locks (No locks available)" in capsys.readouterr().out
-
-
 def test_config_json_is_replaced_atomically(tmp_path):
     """If its text cannot be written, the old config.json remains.
 
@@ -1306,12 +1280,18 @@ def test_config_json_is_replaced_atomically(tmp_path):
     assert Path(tmp_path, "config.json").read_text() == "the old one"
 
 
-def test_an_export_that_fails_is_reported(tiny):
-    """The run saves its checkpoint and ends with exit code 1 and the reason.
+def test_an_export_that_fails_is_reported(tiny, monkeypatch, capsys):
+    """The run saves its checkpoint and ends with exit code 1 and the reason, on a file system
+    without locks too.
 
     Break: train.py: reason = "; ".join([reason, *errors.values()]) => pass
     """
-    cfg = tiny(steps=1, eval_every=0, export=str(Path(tiny().out_dir + "_hf")), export_every=1)
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    cfg = tiny(steps=config.Config.steps, epochs=1e-6, eval_every=0, export_every=1,
+               export=str(Path(tiny().out_dir + "_hf")))
 
     def full(params, cfg):
         if params is not None:
@@ -1320,6 +1300,7 @@ def test_an_export_that_fails_is_reported(tiny):
     summary = train.main(cfg, task=train.TEXT | {"export": full})
     assert summary["exit_code"] == 1 and summary["reason"].endswith("; export: the disk is full")
     assert summary["checkpoint"] and ckpt.latest(Path(cfg.out_dir) / "ckpt") == 1
+    assert "has no locks (No locks available)" in capsys.readouterr().out
 
 
 def test_the_folder_of_compiled_programs(tmp_path, monkeypatch):
@@ -1647,13 +1628,11 @@ def test_a_dynamic_source_is_loaded_again(tiny, tmp_path, capsys):
         assert (before["params"][name] == 0.25).all() and (after["params"][name] == 0.5).all()
     assert (after["params"]["layers.wq"] == before["params"]["layers.wq"]).all()
     assert after["step"] == 4
-    moments = jax.tree_util.tree_leaves_with_path(after["opt"])
-    mu = [x for path, x in moments if "embed" in str(path)]
-    assert any(abs(x).max() > 0 for x in mu)  # the moments are not reset
+    moments, _ = ckpt.flatten(after["opt"])
+    assert any(abs(x).max() > 0 for path, x in moments.items() if "embed" in path)
     words = f"reload: init_from {other}: holds no checkpoint and no weights"
     assert rows(cfg.out_dir, "nonfatal_error")[0]["error"].startswith(words)
     assert f"step      6  {words}" in capsys.readouterr().out
-    assert (states[5]["params"]["embed"] == 0.5).all()
 
 
 @pytest.mark.slow
@@ -1980,11 +1959,6 @@ def test_a_closed_terminal_ends_no_run(tiny, monkeypatch):
                 observe("step", {"step": 1})
                 observe("log", log)
             observe("error", {})
-    with open("/dev/full", "w") as stdout, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", stdout)
-        train.print0("a line")
-        assert os.readlink(f"/proc/self/fd/{stdout.fileno()}") == "/dev/full"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
 def test_processes_combine_their_requests_at_multiples_of_log_every(tiny, monkeypatch):
@@ -2006,12 +1980,11 @@ def test_processes_combine_their_requests_at_multiples_of_log_every(tiny, monkey
         found = train.poll_requests(run, step, progress, is_waiting)
         return found and found[0], progress["polled"]["events"]
 
-    monkeypatch.setattr(train, "gather", gather)
+    monkeypatch.setattr(ckpt, "gather", gather)
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
-    assert poll(3) == (None, []) and progress["polled"]["elapsed_s"] == 100
     progress["requests"] |= {"sample", "save"}
     progress["hook_stop"] = "a hook"
-    assert poll(4) == (None, ["sample", "save"])
+    assert poll(4) == (None, ["sample", "save"]) and progress["polled"]["elapsed_s"] == 100
     assert poll(4, is_waiting=True) == ("a hook", ["sample", "save"])
     stop = Path(tiny().out_dir) / "stop"
     stop.parent.mkdir()
@@ -2085,19 +2058,16 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
     Path(tiny().out_dir + ".json").write_text(config.to_json(tiny()))
     for flags, words in {
         "--n_heads 3": "d_model 32: must be a multiple of 2 x n_heads = 6",
-        "--dp 3 --tp 3": "must multiply to 8 devices; one may be -1",
+        "--dp 3 --tp 3": "must multiply to 8 devices",
         "--dp 8 --batch_size 9":
             "batch_size 9: must be a multiple of grad_accum_steps x dp x fsdp x ep = 8",
-        "--attention pallas":
-            "attention pallas: cannot run on this device (cpu)",
+        "--attention pallas": "attention pallas: cannot run on this device (cpu)",
         "--freeze *": "no parameter is trained; freeze fewer",
         "--lora_rank 2 --lora_targets wq": "lora_targets 'wq': matches no parameter",
         "--lora_rank 2": "lora_rank 2: a fresh initialization has nothing to tune; name the",
-        "--watch none": "watch 'none': matches no parameter",
         "--lr_mult embd=2": "lr_mult 'embd': matches no parameter; there are",
         "--decay_mult embed": "'embed' is not a number",
         "--optimizers embed=adamm": "optimizers 'embed=adamm': unknown (nearest: adamw",
-        "--optimizer adam": "optimizer 'adam': unknown (nearest: adamw)",
         "--vocab_size 255 --dp 1 --tp 2 --fsdp -1":
             "embed (255, 32): dim 255 must be a multiple of the size of tp = 2",
         f"--data {tmp_path}/file": " tokens, and no sequence of 16",
@@ -2178,8 +2148,8 @@ def test_samples_on_a_mesh_equal_those_on_one_device(tiny, capfd):
 # ---- plans and memory
 
 @pytest.mark.slow
-def test_a_plan_counts_the_memory_and_flops_of_the_step(tiny, capsys):
-    """As by hand and as a run logs them; a plan allocates no array.
+def test_a_plan_counts_the_memory_of_the_step(tiny):
+    """As by hand and as a run logs it; a plan allocates no array.
 
     Break: step.py: x.sharding.shard_shape(x.shape) => x.shape
     """
@@ -2195,10 +2165,7 @@ def test_a_plan_counts_the_memory_and_flops_of_the_step(tiny, capsys):
     assert cost["memory"]["parameters"] == by_hand
     assert cost["memory"]["moments"] == 2 * by_hand + 4  # Adam counts its steps
     train.main(dataclasses.replace(cfg, mode="train", steps=1))
-    start = rows(cfg.out_dir, "start")[0]
-    assert cost["memory"] == start["memory_bytes_per_device"]
-    tflop = start["flops_per_token"] * start["tokens_per_step"] / 8 / 1e12
-    assert f"{tflop:10,.4g} TFLOP  model: " in capsys.readouterr().out
+    assert cost["memory"] == rows(cfg.out_dir, "start")[0]["memory_bytes_per_device"]
 
 
 @pytest.mark.slow
