@@ -152,7 +152,6 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     """
     launched = time.perf_counter()
     cfg, hooks = prepare(cfg, hooks, data)
-
     if cfg.mode != "train":
         return run_mode(cfg, task, hooks, state, params)
 
@@ -319,7 +318,7 @@ def run_training(setup, progress, observers, check_lock, state, params):
     # Continue the timers, the metrics and the events of earlier launches.
     restore_progress(progress, first_step, meta, validation)
     # Optional: best checkpoint.
-    delete_later_best(setup, first_step)
+    restore_best(setup, first_step, progress["last_metrics"])
 
     # Log what runs, and on what, and what has changed since the checkpoint.
     description = describe_run(setup, programs, start)
@@ -546,7 +545,8 @@ def log_step(run, progress):
     # Wait for the step. The seconds in which the loop waited for its data are no part of it.
     if run["is_synchronous"]:  # on the host: views take a third of the time of device_get
         metrics = jax.tree.map(np.asarray, metrics)
-    values = jax.device_get({name: x for name, x in metrics.items() if name != "watch"})
+    watch = metrics.pop("watch", {})
+    values = jax.device_get(metrics)
     finite = bool(values.pop("finite"))
     timers["seconds"]["step"] -= pending["waited_s"]
     timers["seconds"]["data"] += pending["waited_s"]
@@ -584,8 +584,8 @@ def log_step(run, progress):
         speeds = throughput(run, step, timers, row)
         taken = sorted(speeds.keys() & row.keys())
         assert not taken, f"metrics {', '.join(taken)}: are names of a log row; rename them"
-        if "watch" in metrics:
-            row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(metrics["watch"]))
+        if watch:
+            row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(watch))
         row = log_event("log", row | speeds)
     for name, value in numbers(row).items():
         if name not in speeds:
@@ -1258,9 +1258,8 @@ def notify(observers, event, row):
             observe(event, copy.deepcopy(row))
         except Exception as error:
             observers.remove(observe)
-            message = f"{type(error).__name__}: {error}".partition("\n")[0]
             name = getattr(observe, "__qualname__", observe)
-            print0(f"observer {name}: at the event {event}: {message}; it is removed, and the run "
+            print0(f"observer {name}: at the event {event}: {error!r}; it is removed, and the run "
                    "continues")
 
 
@@ -2084,10 +2083,18 @@ def write_rows(cfg, given):
 # ---- best checkpoint
 
 
-def delete_later_best(setup, step):
-    """Delete the best checkpoint if it is of a later step, which the run will repeat."""
-    if setup["cfg"].keep_best and is_main():
-        ckpt.delete_after(ckpt.roots(setup["root"])["best"], step, print0)
+def restore_best(setup, step, last_metrics):
+    """Delete the best checkpoint if it is of a later step, which the run will repeat. Without one,
+    the best value begins again.
+    """
+    if not setup["cfg"].keep_best:
+        return
+    root = ckpt.roots(setup["root"])["best"]
+    if is_main():
+        ckpt.delete_after(root, step, print0)
+    if ckpt.broadcast_from_main(lambda: ckpt.latest(root)) is None:
+        name = config.parse_best(setup["cfg"].keep_best)["name"]
+        last_metrics.pop(f"best_{name}", None)
 
 
 # ---- branches of a run
