@@ -116,24 +116,8 @@ def _write(root, meta, shards, max_to_keep, keep_period, log):
         # mean that this process has written its shards.
         store.write(f"{save_id}.{rank}", b"begun").result()
 
-        # (1) Write the shards of this process: create all arrays in the format zarr 3, start all
-        # writes, then wait for them.
-        arrays = {}
-        for shard in shards:
-            name = shard["name"]
-            if name not in arrays:
-                arrays[name] = ts.open(_zarr_spec(root, meta, name), create=True, open=True)
-                pending.append(arrays[name])
-        for shard in shards:
-            name = shard["name"]
-            data = np.asarray(shard["data"])
-            target = arrays[name].result()[shard["index"]]
-            target = target.translate_to[0]  # index from 0 again, as in data
-            # One write per file: a single write of several files returns at its first error while
-            # the others continue.
-            for part in _file_slices(data.shape, meta["arrays"][name]["file"]):
-                pending.append(
-                    target[part].write(data[part], can_reference_source_data_indefinitely=True))
+        # (1) Start to write the shards of this process, in the format zarr 3, and wait.
+        _start_writes(root, meta, shards, pending)
         for write in pending:
             write.result()
 
@@ -184,29 +168,6 @@ def wait(future):
 
 
 # ---- restore
-
-def newest_meta(root):
-    """(step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) without a
-    checkpoint. Process 0 reads it for all.
-
-    A launch calls this first, through `find_start`, to choose the checkpoint to resume from. The
-    arrays are not read: if they are corrupted, `restore_newest` later returns an older checkpoint.
-
-    Raises ValueError when checkpoints exist but no meta.json can be read.
-    """
-    def find():
-        error = None
-        for step in reversed(steps(root)):  # of the complete checkpoints, ascending
-            try:
-                return step, read_meta(root, step)
-            except ValueError as e:
-                error = e
-        if error:
-            raise ValueError(f"{root}: no checkpoint can be read: {error}")
-        return None, {}
-
-    return broadcast_from_main(find)
-
 
 def read_meta(root, step):
     """The meta given to `save`, with "step", "folder" and "arrays".
@@ -280,8 +241,8 @@ def restore(root, step, like=None, meta=None):
 
 # ---- supporting
 # Sections: layout of arrays, copies of arrays, parts of a save, parts of a restore, values from
-# process 0, errors, paths, list of checkpoints, TensorStore, retention and clean-up, run folder,
-# parameters of a run, files.
+# process 0, errors, paths, list of checkpoints, TensorStore, buckets, several processes, retention
+# and clean-up, run folder, parameters of a run, files.
 
 # ---- layout of arrays
 
@@ -366,6 +327,26 @@ def _check_space(root, n_bytes):
                       "free: delete something, or keep fewer checkpoints")
 
 
+def _start_writes(root, meta, shards, pending):
+    """Create the arrays of shards, and start to write these; append all Futures to `pending`."""
+    arrays = {}
+    for shard in shards:
+        name = shard["name"]
+        if name not in arrays:
+            arrays[name] = ts.open(_zarr_spec(root, meta, name), create=True, open=True)
+            pending.append(arrays[name])
+    for shard in shards:
+        name = shard["name"]
+        data = np.asarray(shard["data"])
+        target = arrays[name].result()[shard["index"]]
+        target = target.translate_to[0]  # index from 0 again, as in data
+        # One write per file: a single write of several files returns at its first error while the
+        # others continue.
+        for part in _file_slices(data.shape, meta["arrays"][name]["file"]):
+            pending.append(
+                target[part].write(data[part], can_reference_source_data_indefinitely=True))
+
+
 def _checksum(meta):
     return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
 
@@ -402,15 +383,12 @@ def saved_shapes(meta):
     """The tree of a checkpoint as nested dicts of ShapeDtypeStructs, from its meta."""
     tree = {}
     for name, layout in meta["arrays"].items():
-        shape = jax.ShapeDtypeStruct(layout["shape"], np.dtype(layout["dtype"]))
-        if name == "":  # the tree is one array
-            return shape
         *folders, last = name.split("/")
         node = tree
         for key in folders:
             node = node.setdefault(key, {})
-        node[last] = shape
-    return tree
+        node[last] = jax.ShapeDtypeStruct(layout["shape"], np.dtype(layout["dtype"]))
+    return tree.get("", tree)  # the tree itself may be one array, without a name
 
 
 def _load(root, meta, name, like):
@@ -527,10 +505,9 @@ def _message(error):
 # ---- paths
 
 def join_path(root, *names):
-    """The path of a folder or file in a root."""
-    if not _is_local(root):
-        return _join_url(root, *names)
-    return "/".join([str(root).rstrip("/"), *names])
+    """The path of a folder or file in a root. The endpoint of a bucket's server stays last."""
+    path, mark, endpoint = str(root).partition("?endpoint=")
+    return "/".join([path.rstrip("/"), *names]) + mark + endpoint
 
 
 def step_path(root, step):
@@ -559,6 +536,29 @@ def steps(root):
 def latest(root):
     """The step of the newest complete checkpoint, or None."""
     return max(steps(root), default=None)
+
+
+def newest_meta(root):
+    """(step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) without a
+    checkpoint. Process 0 reads it for all.
+
+    A launch calls this first, through `find_start`, to choose the checkpoint to resume from. The
+    arrays are not read: if they are corrupted, `restore_newest` later returns an older checkpoint.
+
+    Raises ValueError when checkpoints exist but no meta.json can be read.
+    """
+    def find():
+        error = None
+        for step in reversed(steps(root)):  # of the complete checkpoints, ascending
+            try:
+                return step, read_meta(root, step)
+            except ValueError as e:
+                error = e
+        if error:
+            raise ValueError(f"{root}: no checkpoint can be read: {error}")
+        return None, {}
+
+    return broadcast_from_main(find)
 
 
 # Names that a save writes in a step's folder, perhaps with the end of a lock of TensorStore.
@@ -627,6 +627,90 @@ def _zarr_spec(root, meta, name):
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
     }
+
+
+# ---- buckets
+
+RETRIES = {"max_retries": 5, "initial_delay": "1s"}  # requests to a store: half a minute in all
+
+
+def _bucket_kvstore(root, *names):
+    """TensorStore's spec of a folder in a bucket. Raises ValueError for an unknown kind."""
+    url, _, endpoint = str(root).partition("?endpoint=")
+    kind, _, rest = url.partition("://")
+    bucket, *folders = rest.rstrip("/").split("/")
+    path = "/".join([*folders, *names, ""])
+    if kind not in ("gs", "s3"):
+        raise ValueError(f"{root}: must be a folder, gs://bucket/path or s3://bucket/path")
+    driver = "gcs" if kind == "gs" else "s3"
+    spec = {"driver": driver, "bucket": bucket, "path": path, f"{driver}_request_retries": RETRIES}
+    if endpoint:
+        spec["endpoint"] = endpoint
+    return spec
+
+
+def _list_bucket(root):
+    """{folder: names in it} of a root in a bucket."""
+    folders = {}
+    for key in _open(root).list().result():
+        folder, *rest = key.decode(errors="replace").split("/")
+        names = folders.setdefault(folder, set())
+        if rest and rest[0]:
+            names.add(rest[0])
+    return folders
+
+
+def _delete_keys(root, name):
+    """Delete a key of a bucket and all keys below it."""
+    store = _open(root)
+    keys_below = ts.KvStore.KeyRange(f"{name}/", f"{name}0")  # "0" comes after "/"
+    store.delete_range(keys_below).result()
+    store.write(name, None).result()
+
+
+# ---- several processes
+
+PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
+
+
+def is_shared(root):
+    """Whether this process reads in a root what process 0 writes there."""
+    if jax.process_count() == 1:
+        return True
+
+    def write_mark():
+        mark = os.urandom(8).hex()
+        _open(root).write(".shared", mark.encode()).result()
+        return mark
+
+    mark = broadcast_from_main(write_mark)
+    return _read(_open(root), ".shared") == mark.encode()
+
+
+def _wait_for_peers(store, save_id):
+    """Wait, on process 0, until every other process has written its shards, and on the others until
+    process 0 has committed. Raises OSError when a process has failed or takes too long.
+    """
+    is_main = jax.process_index() == 0
+    # Process 0 is the first to give up, since its error names the process that is unfinished.
+    timeout_s = PEER_TIMEOUT_S if is_main else 2 * PEER_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
+    unfinished = [*range(1, jax.process_count())] if is_main else [0]
+    while True:
+        if is_main:
+            unfinished = [rank for rank in unfinished
+                          if _read(store, f"{save_id}.{rank}") != b"written"]
+        elif _is_committed(store, save_id):
+            unfinished = []
+        if not unfinished:
+            return
+        error = _read(store, f"{save_id}.failed")
+        if error:
+            raise OSError(error.decode())
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {unfinished} are not done after {timeout_s} s: have "
+                               "they exited, or do they not share this folder?")
+        time.sleep(0.05)
 
 
 # ---- retention and clean-up
@@ -947,98 +1031,7 @@ def replace_file(path, text):
 
 
 # ---- optional
-# Rooms: several processes, buckets, locks of buckets, sources of weights, verify, safetensors,
-# exports.
-
-# ---- several processes
-
-PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
-
-
-def is_shared(root):
-    """Whether this process reads in a root what process 0 writes there."""
-    if jax.process_count() == 1:
-        return True
-
-    def write_mark():
-        mark = os.urandom(8).hex()
-        _open(root).write(".shared", mark.encode()).result()
-        return mark
-
-    mark = broadcast_from_main(write_mark)
-    return _read(_open(root), ".shared") == mark.encode()
-
-
-def _wait_for_peers(store, save_id):
-    """Wait, on process 0, until every other process has written its shards, and on the others until
-    process 0 has committed. Raises OSError when a process has failed or takes too long.
-    """
-    is_main = jax.process_index() == 0
-    # Process 0 is the first to give up, since its error names the process that is unfinished.
-    timeout_s = PEER_TIMEOUT_S if is_main else 2 * PEER_TIMEOUT_S
-    deadline = time.monotonic() + timeout_s
-    unfinished = [*range(1, jax.process_count())] if is_main else [0]
-    while True:
-        if is_main:
-            unfinished = [rank for rank in unfinished
-                          if _read(store, f"{save_id}.{rank}") != b"written"]
-        elif _is_committed(store, save_id):
-            unfinished = []
-        if not unfinished:
-            return
-        error = _read(store, f"{save_id}.failed")
-        if error:
-            raise OSError(error.decode())
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {unfinished} are not done after {timeout_s} s: have "
-                               "they exited, or do they not share this folder?")
-        time.sleep(0.05)
-
-
-# ---- buckets
-
-RETRIES = {"max_retries": 5, "initial_delay": "1s"}  # requests to a store: half a minute in all
-
-
-def _bucket_kvstore(root, *names):
-    """TensorStore's spec of a folder in a bucket. Raises ValueError for an unknown kind."""
-    url, _, endpoint = str(root).partition("?endpoint=")
-    kind, _, rest = url.partition("://")
-    bucket, *folders = rest.rstrip("/").split("/")
-    path = "/".join([*folders, *names, ""])
-    if kind not in ("gs", "s3"):
-        raise ValueError(f"{root}: must be a folder, gs://bucket/path or s3://bucket/path")
-    driver = "gcs" if kind == "gs" else "s3"
-    spec = {"driver": driver, "bucket": bucket, "path": path, f"{driver}_request_retries": RETRIES}
-    if endpoint:
-        spec["endpoint"] = endpoint
-    return spec
-
-
-def _join_url(root, *names):
-    """The URL of a folder or file in a bucket; the endpoint stays last."""
-    url, mark, endpoint = str(root).partition("?endpoint=")
-    return "/".join([url.rstrip("/"), *names]) + mark + endpoint
-
-
-def _list_bucket(root):
-    """{folder: names in it} of a root in a bucket."""
-    folders = {}
-    for key in _open(root).list().result():
-        folder, *rest = key.decode(errors="replace").split("/")
-        names = folders.setdefault(folder, set())
-        if rest and rest[0]:
-            names.add(rest[0])
-    return folders
-
-
-def _delete_keys(root, name):
-    """Delete a key of a bucket and all keys below it."""
-    store = _open(root)
-    keys_below = ts.KvStore.KeyRange(f"{name}/", f"{name}0")  # "0" comes after "/"
-    store.delete_range(keys_below).result()
-    store.write(name, None).result()
-
+# Rooms: locks of buckets, sources of weights, verify, safetensors, exports.
 
 # ---- locks of buckets
 
@@ -1244,10 +1237,8 @@ def log_sources(sources, missing, names, log=print):
     names: all parameters. sources: the result of `open_sources`.
     """
     origins = {source["text"]: source["take"].values() for source in sources}
-    initialized = [name for name in names if name in missing]
-    for taken in origins.values():
-        initialized = [name for name in initialized if name not in taken]
-    origins["a fresh initialization"] = initialized
+    initialized = missing.difference(*origins.values())
+    origins["a fresh initialization"] = [name for name in names if name in initialized]
     for origin, taken in origins.items():
         which = f": {', '.join(taken)}" if len(taken) < len(names) else ""
         if taken:

@@ -132,8 +132,8 @@ class Config:
     d_ff: NonNegInt = 0  # width of the MLP; 0: 8/3 d_model, rounded up to a multiple of 32
     vocab_size: NonNegInt = 0  # number of token ids; 0: the tokenizer's
 
-    # From here to experts_per_token: another value may leave all shapes equal, but makes another
-    # model. See architecture_mismatch.
+    # A change of the fields from here to experts_per_token may leave all shapes equal, but makes
+    # another model: see architecture_mismatch.
 
     n_heads: PosInt = 4  # query heads
     n_kv_heads: NonNegInt = 0  # key and value heads; 0: as many as query heads
@@ -295,10 +295,6 @@ class Config:
     top_p: PosFraction = 1.0
 
 
-# Axes of the mesh, outermost first; repeated in step.py, so that each file works alone.
-AXES = ("dp", "fsdp", "ep", "tp", "sp")
-
-
 # ---- command line
 
 def parse(argv, kind=Config):
@@ -311,9 +307,10 @@ def parse(argv, kind=Config):
     """
     if "--help" in argv or "-h" in argv:
         _print_help(argv, kind)
-    # Each source is a dict {field: value}.
+    # Each source is a dict {field: value}, which may be empty.
     typed = _expand_home(_typed_values(argv, kind))
-    from_branch, from_file = _named_values(kind(**typed))
+    from_branch = _branch_values(kind(**typed))
+    from_file = _load_values(typed.get("config", ""), kind)
     # Which folder? A first config answers that. The folder may hold a run with a config of its own.
     first = kind(**_merge(from_branch, from_file, typed))
     out_dir = _choose_out_dir(first, typed)
@@ -325,8 +322,8 @@ def parse(argv, kind=Config):
     values = _merge(from_run or from_branch, from_file, typed)
     values["explicit"] = tuple(sorted(values))
     values["out_dir"] = out_dir
-    if from_run:  # from now on, other values than those of its config.json are changes
-        values["config"] = from_run["config"]
+    if from_run:
+        values["config"] = from_run["config"]  # the path of its config.json; other values differ
     return kind(**values)
 
 
@@ -338,37 +335,10 @@ def _merge(*sources):
     return merged
 
 
-# ---- validation
-
-def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
-    """Raise one ValueError with all errors: name, value, rule, nearest legal value.
-
-    n_devices: None skips the mesh. choices: {field: its legal values}, such as the optimizers of
-    step.py; for a PATTERN=VALUE field, the legal VALUEs. task_errors({axis: size} or None, cfg):
-    errors that only the task can find, e.g. text_errors.
-    """
-    # Each field alone: its type, its bound, and its choices if other files define them.
-    field_errors = _field_errors(vars(cfg), type(cfg))
-    # Field names are the legal values of allow_change, and "state", for arrays of the state.
-    choices = {"allow_change": [*vars(cfg), "state"]} | dict(choices)
-    errors = field_errors + _choice_errors(cfg, choices)
-    if field_errors:  # stop here: the rules would fail on wrong types
-        raise_if_errors(errors)
-
-    # Fields together, then with the mesh, then with the task.
-    errors += _rule_errors(cfg) + _unused_errors(cfg)
-    sizes = None
-    if n_devices:
-        sizes, mesh_errors = mesh_sizes(cfg, n_devices)
-        errors += mesh_errors
-    errors += task_errors(sizes, cfg)
-    raise_if_errors(errors)
-
-
 # ---- supporting
 # Sections: flags, help, names of runs, paths, config files, numbers, intervals, stop conditions,
-# types and bounds, mesh sizes, rules between fields, errors, the transformer, differences between
-# configs.
+# validation, types and bounds, mesh sizes, rules between fields, errors, the transformer,
+# differences between configs.
 
 # ---- flags
 
@@ -598,10 +568,10 @@ def _default_values(cfg):
     """{field: value} without flags: the defaults, and what cfg.config and the run that a branch
     leaves have instead.
     """
-    branch, named = {}, {}
-    if cfg.config:  # else a config from Python, which has only the defaults
-        branch, named = _named_values(cfg)
-    return _merge(vars(type(cfg)()), branch, named)
+    default = vars(type(cfg)())
+    if not cfg.config:  # a config from Python
+        return default
+    return _merge(default, _branch_values(cfg), _load_values(cfg.config, type(cfg)))
 
 
 def _as_flag(name, value):
@@ -735,9 +705,11 @@ def _unique_keys(pairs):
 
 
 def _load_values(name, kind=Config):
-    """{field: value} that a preset or a JSON file sets, with its name as "config". Raises
-    ValueError when the name is neither.
+    """{field: value} that a preset or a JSON file sets, with its name as "config"; {} for no name.
+    Raises ValueError when the name is neither.
     """
+    if not name:
+        return {}
     if name in PRESETS:
         return PRESETS[name] | {"config": name}
     if not Path(name).is_file():
@@ -754,26 +726,25 @@ def _load_values(name, kind=Config):
     return values | {"config": name}
 
 
-def _named_values(cfg):
-    """Two dicts {field: value}: of the run that cfg.branch_from leaves, and of the file or preset
-    cfg.config.
-    """
-    branch, named = {}, {}
-    # Optional: branches of a run.
-    if cfg.branch_from:
-        branch = _branch_values(cfg)
-    if cfg.config:
-        named = _load_values(cfg.config, type(cfg))
-    return branch, named
+def _branch_values(cfg):
+    """{field: value} of the run that cfg.branch_from leaves, but for its folders; {} for none."""
+    if not cfg.branch_from:
+        return {}
+    folder, _ = parse_branch(os.path.expanduser(cfg.branch_from))
+    return _run_config(folder, type(cfg)) | {"ckpt_dir": "", "export": ""}
 
 
 def _run_values(cfg, out_dir):
     """{field: value} of the run in out_dir, for a launch that resumes or reads it; {} without."""
-    path = Path(out_dir, "config.json")
-    uses_run = cfg.mode in ("train", *READ_MODES) and cfg.resume in ("auto", "must")
-    if not uses_run or not path.is_file():
-        return {}
-    return _load_values(str(path), type(cfg))
+    if cfg.mode in ("train", *READ_MODES) and cfg.resume in ("auto", "must"):
+        return _run_config(out_dir, type(cfg))
+    return {}
+
+
+def _run_config(folder, kind):
+    """{field: value} of the config.json in a folder; {} without the file."""
+    path = Path(folder, "config.json")
+    return _load_values(str(path) if path.is_file() else "", kind)
 
 
 # ---- numbers
@@ -909,6 +880,49 @@ def parse_branch(text):
     return folder, int(step)
 
 
+def profile_span(cfg):
+    """(first, last) step of cfg.profile, counted from 1; (0, 0) when it is empty.
+
+    Raises ValueError when it is malformed, or begins after the last step.
+    """
+    if not cfg.profile:
+        return 0, 0
+    span = re.fullmatch(r"(\d+):(\d+)", cfg.profile)
+    first, last = map(int, span.groups()) if span else (0, 0)
+    begins_in_run = first <= cfg.steps or cfg.epochs > 0  # epochs may mean more steps
+    if not 0 < first <= last or not begins_in_run:
+        raise ValueError(f"profile {cfg.profile!r}: must be first:last, counted from 1, as in "
+                         "20:22, and begin within steps")
+    return first, last
+
+
+# ---- validation
+
+def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
+    """Raise one ValueError with all errors: name, value, rule, nearest legal value.
+
+    n_devices: None skips the mesh. choices: {field: its legal values}, such as the optimizers of
+    step.py; for a PATTERN=VALUE field, the legal VALUEs. task_errors({axis: size} or None, cfg):
+    errors that only the task can find, e.g. text_errors.
+    """
+    # Each field alone: its type, its bound, and its choices if other files define them.
+    field_errors = _field_errors(vars(cfg), type(cfg))
+    # Field names are the legal values of allow_change, and "state", for arrays of the state.
+    choices = {"allow_change": [*vars(cfg), "state"]} | dict(choices)
+    errors = field_errors + _choice_errors(cfg, choices)
+    if field_errors:  # stop here: the rules would fail on wrong types
+        raise_if_errors(errors)
+
+    # Fields together, then with the mesh, then with the task.
+    errors += _rule_errors(cfg) + _unused_errors(cfg)
+    sizes = None
+    if n_devices:
+        sizes, mesh_errors = mesh_sizes(cfg, n_devices)
+        errors += mesh_errors
+    errors += task_errors(sizes, cfg)
+    raise_if_errors(errors)
+
+
 # ---- types and bounds
 
 def _field_errors(values, kind):
@@ -961,6 +975,10 @@ def _choice_errors(cfg, choices):
 
 
 # ---- mesh sizes
+
+# Axes of the mesh, outermost first; repeated in step.py, so that each file works alone.
+AXES = ("dp", "fsdp", "ep", "tp", "sp")
+
 
 def mesh_sizes(cfg, n_devices):
     """({axis: size} with -1 resolved, or None; errors of the mesh and of what it splits)."""
@@ -1173,21 +1191,16 @@ def derive_text(cfg):
 
 # ---- differences between configs
 
-# A run may resume with any of these changed. Every other field must be named in allow_change.
-RESUMABLE_FIELDS = (
-    *LAUNCH_FIELDS, "out_dir", "ckpt_dir", "export", "export_dtype", "cache_dir",
-    "token_cache", "steps", "epochs", "grad_accum_steps", "width_mult",
-    "attention", "remat", "logit_tiles", "mlp_tiles", "deterministic", "offload_optimizer",
-    "dp", "fsdp", "ep", "tp", "sp", "slices",
-    "peer_timeout_s",
-    *(x.name for x in dataclasses.fields(Config)
-      if x.name.endswith("_every") and x.name != "reload_every"),  # which changes the parameters
-    "track", "eval_batches", "eval_batch_size",
-    "save_end", "keep_best", "max_to_keep", "keep_period", "save_exclude", "watch", "profile",
-    "prompt", "chat", "prompts", "samples_file", "n_samples", "sample_tokens", "temperature",
-    "top_k", "top_p",
-)
-
+# A run may resume with any of these changed: some fields, and the groups mesh, intervals and
+# sampling of Config but for reload_every, which changes the parameters. Every other field must be
+# named in allow_change.
+FIELDS = [field.name for field in dataclasses.fields(Config)]
+RESUMABLE_FIELDS = {
+    *LAUNCH_FIELDS, "out_dir", "ckpt_dir", "export", "export_dtype", "cache_dir", "token_cache",
+    "steps", "epochs", "grad_accum_steps", "width_mult", "attention", "remat", "logit_tiles",
+    "mlp_tiles", "deterministic", "offload_optimizer",
+    *FIELDS[FIELDS.index("dp"):],
+} - {"reload_every"}
 
 # Another value gives parameters of other shapes.
 SHAPE_FIELDS = ("d_model", "n_layers", "n_kv_heads", "head_dim", "d_ff", "vocab_size", "n_experts")
@@ -1247,8 +1260,7 @@ def architecture_mismatch(saved, current):
 
 
 # ---- optional
-# Rooms: names in other trainers, profiles, evaluation batches of another size, branches of a run,
-# presets.
+# Rooms: names in other trainers, evaluation batches of another size, presets.
 
 # ---- names in other trainers
 
@@ -1329,24 +1341,6 @@ def _hint_for_name(name):
     return ""
 
 
-# ---- profiles
-
-def profile_span(cfg):
-    """(first, last) step of cfg.profile, counted from 1; (0, 0) when it is empty.
-
-    Raises ValueError when it is malformed, or begins after the last step.
-    """
-    if not cfg.profile:
-        return 0, 0
-    span = re.fullmatch(r"(\d+):(\d+)", cfg.profile)
-    first, last = map(int, span.groups()) if span else (0, 0)
-    begins_in_run = first <= cfg.steps or cfg.epochs > 0  # epochs may mean more steps
-    if not 0 < first <= last or not begins_in_run:
-        raise ValueError(f"profile {cfg.profile!r}: must be first:last, counted from 1, as in "
-                         "20:22, and begin within steps")
-    return first, last
-
-
 # ---- evaluation batches of another size
 
 def evaluation_config(cfg):
@@ -1357,18 +1351,6 @@ def evaluation_config(cfg):
     return dataclasses.replace(
         cfg, batch_size=size, grad_accum_steps=1,
         loss_divisor=cfg.loss_divisor * size / cfg.batch_size)  # that of a sequence is unchanged
-
-
-# ---- branches of a run
-
-def _branch_values(cfg):
-    """{field: value} of the run that a branch leaves, without its folders; {} where it has no
-    config.json.
-    """
-    path = Path(os.path.expanduser(parse_branch(cfg.branch_from)[0]), "config.json")
-    if not path.is_file():
-        return {}
-    return _load_values(str(path), type(cfg)) | {"ckpt_dir": "", "export": ""}
 
 
 # ---- presets

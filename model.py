@@ -56,7 +56,6 @@ def param_table(cfg):
     N, K, H = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
 
     ones = ("constant", 1.0)
-    zeros = ("constant", 0.0)
     normal = ("normal", D**-0.5)  # the embedding too
     # Weights that add to the residual start smaller, or its variance would grow with depth.
     attn_out = ("normal", (2 * L * N * H) ** -0.5)
@@ -79,25 +78,13 @@ def param_table(cfg):
         "layers.w_down": _row((L, F, D), out_spec, mlp_out),
         "final_norm": _row((D,), P(), ones),
     }
-    # Experts: a router, and rows of the MLP with one more dim.
-    if cfg.n_experts:
-        table |= _expert_rows(table, cfg)
-    if cfg.qk_norm and cfg.post_norm:
-        table["layers.q_norm"] = _row((L, N * H), P(None, "tp"), ones)
-        table["layers.k_norm"] = _row((L, K * H), P(None, "tp"), ones)
-    elif cfg.qk_norm:
+    if cfg.qk_norm:
         table["layers.q_norm"] = _row((L, H), P(), ones)
         table["layers.k_norm"] = _row((L, H), P(), ones)
-    if cfg.qkv_bias:
-        table["layers.bq"] = _row((L, N * H), P(None, "tp"), zeros)
-        table["layers.bk"] = _row((L, K * H), P(None, "tp"), zeros)
-        table["layers.bv"] = _row((L, K * H), P(None, "tp"), zeros)
     if not cfg.tie_embeddings:
         table["unembed"] = _row((D, V), P(WEIGHT_AXES, "tp"), normal)
-    # LoRA: two factors for each target.
-    if cfg.lora_rank:
-        table |= _lora_rows(table, cfg)
-    return table
+    # Optional: biases, norms over all heads together, experts, LoRA.
+    return _with_optional_rows(table, cfg)
 
 
 def _row(shape, spec, init):
@@ -154,12 +141,12 @@ def hidden_states(params, batch, cfg, train_keys=None):
     def layer(x_BTD, w):
         return _block(x_BTD, w, attend, attn_inputs, cfg)
 
-    # Rematerialization: backward computes again what the policy does not save.
+    # Optional: rematerialization, where backward computes again what the policy does not save.
     if cfg.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
     x_BTD = _embed(params["embed"], batch["tokens"])
     weights = _layer_weights(params)
-    # Dropout: in training, after the embedding and in each layer.
+    # Optional: dropout, in training, after the embedding and in each layer.
     if train_keys is not None and cfg.dropout:
         embedding_keys, weights["dropout_keys"] = _dropout_keys(train_keys, cfg)
         x_BTD = _dropout(x_BTD, embedding_keys, cfg)
@@ -190,35 +177,32 @@ def _block(x_BTD, w, attend, attn_inputs, cfg, decoding=False):
     """
     x_BTD = checkpoint_name(x_BTD, "block")  # a name for remat offload
     with jax.named_scope("attention"):
-        # The norm is before attention or, with post_norm, after it; so for the MLP below.
-        y_BTD = x_BTD
-        if not cfg.post_norm:
-            y_BTD = _rms_norm(y_BTD, w["attn_norm"], cfg)
+        y_BTD = _norm_before(x_BTD, "attn", w, cfg)
         y_BTD = _self_attention(y_BTD, w, attend, attn_inputs, cfg)
-        if cfg.post_norm:
-            y_BTD = _rms_norm(y_BTD, w["attn_norm"], cfg)
-        if "dropout_keys" in w:  # dropout, in training
-            y_BTD = _dropout(y_BTD, w["dropout_keys"][0], cfg)
-        # This constraint forces the all-reduce over tp here; over sp the sequence stays split.
-        x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
+        x_BTD = _add_to_residual(x_BTD, y_BTD, "attn", w, cfg)
     with jax.named_scope("mlp"):
-        y_BTD = x_BTD
-        if not cfg.post_norm:
-            y_BTD = _rms_norm(y_BTD, w["mlp_norm"], cfg)
+        y_BTD = _norm_before(x_BTD, "mlp", w, cfg)
         router_stats = {}
-        # Experts, or a long sequence in tiles; by default all at once.
+        # Optional: experts, or a long sequence in tiles. By default all at once.
         if cfg.n_experts:
             y_BTD, router_stats = _experts(y_BTD, w, attn_inputs["segments"], cfg, decoding)
         elif cfg.mlp_tiles > 1 and not decoding:
             y_BTD = _mlp_in_tiles(y_BTD, w, cfg)
         else:
             y_BTD = _mlp(y_BTD, w, cfg)
-        if cfg.post_norm:
-            y_BTD = _rms_norm(y_BTD, w["mlp_norm"], cfg)
-        if "dropout_keys" in w:  # dropout, in training
-            y_BTD = _dropout(y_BTD, w["dropout_keys"][1], cfg)
-        x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
+        x_BTD = _add_to_residual(x_BTD, y_BTD, "mlp", w, cfg)
     return x_BTD, router_stats
+
+
+def _add_to_residual(x_BTD, y_BTD, part, w, cfg):
+    """Add the output y_BTD of attention or MLP (part: "attn" or "mlp") to x_BTD."""
+    if cfg.post_norm:
+        y_BTD = _rms_norm(y_BTD, w[f"{part}_norm"], cfg)
+    # Optional: dropout, in training.
+    if "dropout_keys" in w:
+        y_BTD = _dropout(y_BTD, w["dropout_keys"][part], cfg)
+    # This constraint forces the all-reduce over tp here; over sp the sequence stays split.
+    return _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
 
 
 def _mlp(x, w, cfg):
@@ -231,7 +215,7 @@ def _mlp(x, w, cfg):
 def _linear(x, w, name, cfg):
     """Multiply x by the weight w[name], and add the product of its LoRA factors if it has any."""
     y = _matmul(x, w[name], cfg)  # x @ w[name], by the product that suits cfg.dtype
-    # LoRA: a weight with factors.
+    # Optional: LoRA, a weight with factors.
     if f"{name}.lora_a" in w:
         y += _lora_product(x, w, name, cfg)
     return y
@@ -241,12 +225,8 @@ def _rms_norm(x, scale, cfg):
     """Divide x by its root mean square over the last dim, and multiply by scale, in float32."""
     x_f32 = x.astype(jnp.float32)
     x_f32 *= jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + cfg.norm_eps)
-    # Unrolled on a CPU, a layer's norms become kernels of their own if they read one entry of the
-    # stack of gains. As an array, all layers share their kernels: an eighth less to compile.
-    if _by_platform({"cpu": True, "other": False}):
-        scale = with_layout_constraint(scale, Layout((0,)))
     # As many dims as x: the tests forbid silent broadcasting (jax_numpy_rank_promotion).
-    scale_f32 = jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
+    scale_f32 = jnp.expand_dims(_own_array(scale).astype(jnp.float32), range(x.ndim - 1))
     return (x_f32 * scale_f32).astype(x.dtype)
 
 
@@ -263,24 +243,12 @@ def _head_inputs(x_BTD, params, cfg):
 
 def _self_attention(x_BTD, w, attend, attn_inputs, cfg):
     """Attention of normalized x_BTD; attend(q_BNTH, k_BKTH, v_BKTH) gives a_BNTH."""
-    B, T, _ = x_BTD.shape
-    H = cfg.head_dim
-    q = checkpoint_name(_linear(x_BTD, w, "wq", cfg), "qkv")
-    k = checkpoint_name(_linear(x_BTD, w, "wk", cfg), "qkv")
-    v = checkpoint_name(_linear(x_BTD, w, "wv", cfg), "qkv")
-    if cfg.qkv_bias:  # in float32: the sum is rounded once
-        q = (q + w["bq"][None, None]).astype(q.dtype)
-        k = (k + w["bk"][None, None]).astype(k.dtype)
-        v = (v + w["bv"][None, None]).astype(v.dtype)
-    if cfg.qk_norm and cfg.post_norm:  # over all heads together
-        q = _rms_norm(q, w["q_norm"], cfg)
-        k = _rms_norm(k, w["k_norm"], cfg)
-    q_BTNH = q.reshape(B, T, -1, H)
-    k_BTKH = k.reshape(B, T, -1, H)
-    v_BTKH = v.reshape(B, T, -1, H)
-    if cfg.qk_norm and not cfg.post_norm:
-        q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg)
-        k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg)
+    q_BTNH = _project(x_BTD, w, "q", cfg)
+    k_BTKH = _project(x_BTD, w, "k", cfg)
+    v_BTKH = _project(x_BTD, w, "v", cfg)
+    if cfg.qk_norm:
+        q_BTNH = _norm_heads(q_BTNH, w["q_norm"], cfg)
+        k_BTKH = _norm_heads(k_BTKH, w["k_norm"], cfg)
     # In: each sp shard has a part of the sequence, for all heads. Out: complete sequences of some
     # heads, as [B, heads, T, H]. Over sp this is the all-to-all of Ulysses; over tp nothing moves.
     # K then counts kv heads with the copies that give each device of tp and sp at least one.
@@ -289,22 +257,24 @@ def _self_attention(x_BTD, w, attend, attn_inputs, cfg):
     k_BKTH = _rotate(k_BKTH, attn_inputs["cos"], attn_inputs["sin"])
     a_BNTH = attend(q_BNTH, k_BKTH, v_BKTH)
     a_BTNH = _to_sequence_sharding(a_BNTH)  # back, by a second all-to-all over sp
-    return _linear(a_BTNH.reshape(B, T, -1), w, "wo", cfg)
+    return _linear(a_BTNH.reshape(*x_BTD.shape[:2], -1), w, "wo", cfg)
 
 
-def _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
-    """Attention within a sequence: a_BNTH. Training on a CPU runs the last part."""
+def _project(x_BTD, w, kind, cfg):
+    """The queries, keys or values (kind: "q", "k" or "v") of x_BTD: [B, T, heads, H]."""
+    y = checkpoint_name(_linear(x_BTD, w, f"w{kind}", cfg), "qkv")
+    if cfg.qkv_bias:  # in float32: the sum is rounded once
+        y = (y + w[f"b{kind}"][None, None]).astype(y.dtype)
+    return y.reshape(*y.shape[:2], -1, cfg.head_dim)
+
+
+def _attend_in_halves(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
+    """Attention within a sequence, where `_attend` has no better kernel, as on CPUs: a_BNTH.
+
+    The queries are in two halves: the first skips the later keys, and with them a quarter of all
+    scores.
+    """
     B, _, T, _ = q_BNTH.shape
-    # A fused kernel on GPUs or TPUs; or, for a long sequence, one block of scores at a time.
-    if cfg.attention == "cudnn":
-        return _attend_cudnn(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
-    if cfg.attention == "pallas":
-        return _attend_pallas(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
-    if T > DENSE_LEN:
-        return _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
-
-    # The queries in two halves: the first skips the later keys, and with them a quarter of all
-    # scores.
     segments = attn_inputs["segments"]
     middle = (T + 1) // 2
     halves = []
@@ -312,7 +282,7 @@ def _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
         n_keys = stop  # no query sees a later key
         query_pos_BT = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
         mask_BTS = _attention_mask(query_pos_BT, n_keys, attn_inputs["window"])
-        # Document mask: a query sees keys of its own document only.
+        # Optional: document mask, where a query sees keys of its own document only.
         if segments is not None:
             mask_BTS &= _same_segment(segments[:, start:stop], segments[:, :n_keys])
         halves.append(_attend_dense(q_BNTH[:, :, start:stop], k_BKTH[:, :, :n_keys],
@@ -391,19 +361,15 @@ def loss_fn(params, batch, cfg, train_keys=None):
     else:
         sums = _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg)
 
-    # Experts: the losses and statistics of the router.
+    # Optional: experts, the losses and statistics of the router.
     if cfg.n_experts:
         sums = _add_router_sums(sums, router_stats, labels_BT, weights_BT, cfg)
     n_labels = (labels_BT != IGNORE).sum(dtype=jnp.float32)
     counts = dict.fromkeys(sums, n_labels)
-
-    # Document mask: the fraction of padding, and the number of keys that a query sees.
-    if "segments" in batch and "positions" in batch:
-        document_sums = _document_sums(batch, cfg)
-        n_positions = jnp.float32(labels_BT.size)
-        sums |= document_sums
-        counts |= dict.fromkeys(document_sums, n_positions)
     counts["objective"] = divisor
+    # Optional: document mask, the fraction of padding, and the number of keys that a query sees.
+    if "segments" in batch and "positions" in batch:
+        sums, counts = _add_document_sums(sums, counts, batch, cfg)
     return sums, counts
 
 
@@ -421,7 +387,7 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
         z_BT = lse_BT * lse_BT
         objective_BT = nll_BT + cfg.z_loss * z_BT
 
-        # Label smoothing moves a fraction of the target to the other tokens.
+        # Optional: label smoothing moves a fraction of the target to the other tokens.
         if cfg.label_smoothing:
             objective_BT += _label_smoothing(logits_BTV, true_BT, cfg)
 
@@ -447,9 +413,9 @@ def _logits(x_BTD, unembed_DV, cfg, f32_out=True):
 
 # ---- supporting
 #
-# Every run uses these, but a first reading can skip them. In this order: patterns of names, inputs
-# of the layers, sharding, matrix products, mixed precision on CPUs, choice of the attention kernel,
-# parts of the loss, FLOPs.
+# Every run uses these, but a first reading can skip them. In this order: patterns of names, parts
+# of a layer, inputs of the layers, sharding, matrix products, mixed precision on CPUs, parts of the
+# loss, FLOPs.
 
 
 # ---- patterns of names
@@ -494,6 +460,34 @@ def apply_param_groups(table, cfg, parse_number):
     for name in matching("freeze", cfg.freeze, table):
         table[name] = table[name] | {"trained": False}
     return table
+
+
+# ---- parts of a layer
+
+def _norm_before(x_BTD, part, w, cfg):
+    """The input of attention or MLP (part: "attn" or "mlp"). With post_norm their outputs are
+    normalized instead: see _add_to_residual.
+    """
+    if cfg.post_norm:
+        return x_BTD
+    return _rms_norm(x_BTD, w[f"{part}_norm"], cfg)
+
+
+def _norm_heads(heads, gain, cfg):
+    """RMSNorm of each head [B, T, heads, H] or, with post_norm, of all heads together."""
+    if not cfg.post_norm:
+        return _rms_norm(heads, gain, cfg)
+    joined = heads.reshape(*heads.shape[:2], -1)
+    return _rms_norm(joined, gain, cfg).reshape(heads.shape)
+
+
+def _own_array(gain):
+    """On a CPU, the gains of a layer as an array, not as an entry of the stack of all layers. Then
+    unrolled layers share the kernels of their norms: an eighth less to compile.
+    """
+    if _by_platform({"cpu": True, "other": False}):
+        return with_layout_constraint(gain, Layout((0,)))
+    return gain
 
 
 # ---- inputs of the layers
@@ -592,6 +586,11 @@ def _look_up(embed_VD, tokens_BT):
         return jax.lax.reduce_sum(sums, (0,)), None
 
     return embed_VD[tokens_BT], gradient
+
+
+def _same_segment(query_segments, key_segments):
+    """Whether a query [B, T] and a key [B, S] are of one document, [B, T, S]."""
+    return query_segments[:, :, None] == key_segments[:, None, :]
 
 
 # ---- sharding
@@ -761,44 +760,6 @@ def _matmul_mixed(x, w):
     return dot(x, w), gradient
 
 
-# ---- choice of the attention kernel
-
-MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
-SPLASH_LEN = 2**15  # longer, JAX's splash kernel takes minutes to lay out its mask on the host
-
-
-def choose_attention(cfg, platform):
-    """cfg.attention, with "auto" resolved to the fastest that works. platform: "cuda" for an NVIDIA
-    GPU of compute capability 8.0 or later, "tpu", or another.
-
-    Raises ValueError when the kernel that cfg.attention names cannot be used.
-    """
-    H, T = cfg.head_dim, cfg.seq_len
-    one_document = cfg.packing == "stream" and not cfg.document_mask
-    works = {
-        # cuDNN's deterministic gradient raises an IndexError in XLA (jax 0.11.2, H100 and H200).
-        "cudnn": (platform == "cuda" and cfg.dtype in ("bfloat16", "float16")
-                  and not cfg.deterministic and H % 8 == 0 and H <= 128
-                  and (one_document or T <= MASK_LEN)),
-        "pallas": (platform == "tpu" and H % 128 == 0 and T % 128 == 0
-                   and (T <= SPLASH_LEN or cfg.sliding_window > 0)),
-        "xla": True,
-    }
-    if cfg.attention == "auto":
-        usable = [kernel for kernel in works if works[kernel]]
-        return usable[0]
-    if not works[cfg.attention]:
-        raise ValueError(f"attention {cfg.attention}: cannot run on this device ({platform}), or "
-                         f"not with dtype {cfg.dtype}, head_dim {H}, seq_len {T}, packed rows or "
-                         "deterministic as they are; choose xla or auto")
-    return cfg.attention
-
-
-def _same_segment(query_segments, key_segments):
-    """Whether a query [B, T] and a key [B, S] are of one document, [B, T, S]."""
-    return query_segments[:, :, None] == key_segments[:, None, :]
-
-
 # ---- parts of the loss
 
 def _loss_weights(labels_BT, cfg):
@@ -909,9 +870,10 @@ def flops_per_token(cfg, seq_len, keys=None):
 
 # ---- optional
 #
-# One section for each optional feature: helpers of several sections, generation, rotary scaling,
-# dropout, label smoothing, document mask, rematerialization, memory flags, loss in tiles, MLP in
-# tiles, attention by blocks, attention by cuDNN, attention by Pallas, LoRA, experts, Hugging Face.
+# One section for each optional feature: helpers of several sections, choice of the attention
+# kernel, generation, rotary scaling, dropout, label smoothing, document mask, rematerialization,
+# memory flags, loss in tiles, MLP in tiles, attention by blocks, attention by cuDNN, attention by
+# Pallas, LoRA, experts, Hugging Face.
 
 
 # ---- helpers of several sections
@@ -920,6 +882,24 @@ def flops_per_token(cfg, seq_len, keys=None):
 # with fewer than the low bound is stretched, one with more than the high bound is kept.
 ROPE_LOW_FREQ_FACTOR = 1
 ROPE_HIGH_FREQ_FACTOR = 4
+
+
+def _with_optional_rows(table, cfg):
+    """The table with rows of biases, of norms over all heads together, of experts and of LoRA."""
+    table = dict(table)
+    for kind, n_heads in (("q", cfg.n_heads), ("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads)):
+        shape = (cfg.n_layers, n_heads * cfg.head_dim)
+        if cfg.qkv_bias:
+            table[f"layers.b{kind}"] = _row(shape, P(None, "tp"), ("constant", 0.0))
+        if cfg.qk_norm and cfg.post_norm and kind != "v":
+            table[f"layers.{kind}_norm"] = _row(shape, P(None, "tp"), ("constant", 1.0))
+    # Experts: a router, and rows of the MLP with one more dim.
+    if cfg.n_experts:
+        table |= _expert_rows(table, cfg)
+    # LoRA: two factors for each target.
+    if cfg.lora_rank:
+        table |= _lora_rows(table, cfg)
+    return table
 
 
 def split_tiles(x, n):
@@ -948,6 +928,53 @@ def _by_heads(attend):
     rows = P(BATCH_AXES)
     heads = P(BATCH_AXES, ("tp", "sp"))
     return on_each_device(attend, (heads, heads, heads, rows), heads, "tp")
+
+
+# ---- choice of the attention kernel
+
+def _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
+    """Attention within a sequence, a_BNTH: by a fused kernel on GPUs or TPUs, for a long sequence
+    one block of scores at a time, or else all at once.
+    """
+    kernel = _attend_in_halves
+    if q_BNTH.shape[2] > DENSE_LEN:
+        kernel = _attend_in_blocks
+    if cfg.attention == "cudnn":
+        kernel = _attend_cudnn
+    if cfg.attention == "pallas":
+        kernel = _attend_pallas
+    return kernel(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
+
+
+MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
+SPLASH_LEN = 2**15  # longer, JAX's splash kernel takes minutes to lay out its mask on the host
+
+
+def choose_attention(cfg, platform):
+    """cfg.attention, with "auto" resolved to the fastest that works. platform: "cuda" for an NVIDIA
+    GPU of compute capability 8.0 or later, "tpu", or another.
+
+    Raises ValueError when the kernel that cfg.attention names cannot be used.
+    """
+    H, T = cfg.head_dim, cfg.seq_len
+    one_document = cfg.packing == "stream" and not cfg.document_mask
+    works = {
+        # cuDNN's deterministic gradient raises an IndexError in XLA (jax 0.11.2, H100 and H200).
+        "cudnn": (platform == "cuda" and cfg.dtype in ("bfloat16", "float16")
+                  and not cfg.deterministic and H % 8 == 0 and H <= 128
+                  and (one_document or T <= MASK_LEN)),
+        "pallas": (platform == "tpu" and H % 128 == 0 and T % 128 == 0
+                   and (T <= SPLASH_LEN or cfg.sliding_window > 0)),
+        "xla": True,
+    }
+    if cfg.attention == "auto":
+        usable = [kernel for kernel in works if works[kernel]]
+        return usable[0]
+    if not works[cfg.attention]:
+        raise ValueError(f"attention {cfg.attention}: cannot run on this device ({platform}), or "
+                         f"not with dtype {cfg.dtype}, head_dim {H}, seq_len {T}, packed rows or "
+                         "deterministic as they are; choose xla or auto")
+    return cfg.attention
 
 
 # ---- generation
@@ -1123,12 +1150,12 @@ def _stretch_rope(freq, cfg):
 # ---- dropout
 
 def _dropout_keys(train_keys, cfg):
-    """Random keys (of the embedding [B], of the attention and the MLP of each layer [L, 2, B])."""
+    """Random keys (of the embedding [B], {"attn", "mlp": of each layer [L, B]})."""
     def keys_at(index):
         return jax.vmap(lambda key: jax.random.fold_in(key, index))(train_keys)
 
     keys = jax.vmap(keys_at)(jnp.arange(1 + 2 * cfg.n_layers))
-    return keys[0], keys[1:].reshape(cfg.n_layers, 2, -1)
+    return keys[0], {"attn": keys[1::2], "mlp": keys[2::2]}
 
 
 def _dropout(x_BTD, keys_B, cfg):
@@ -1167,15 +1194,17 @@ def _label_smoothing(logits_BTV, true_BT, cfg):
 
 # ---- document mask
 
-def _document_sums(batch, cfg):
-    """Sums over all positions: "padding", 1 for a position without a token, and "attended_keys",
-    how many keys a query sees.
+def _add_document_sums(sums, counts, batch, cfg):
+    """(sums, counts) with those over all positions: "padding", 1 for a position without a token,
+    and "attended_keys", how many keys a query sees.
     """
     window = cfg.sliding_window or cfg.seq_len
     used_BT = batch["segments"] > 0
     n_keys_BT = jnp.minimum(batch["positions"] + 1, window)
-    return {"padding": (~used_BT).sum(dtype=jnp.float32),
-            "attended_keys": jnp.where(used_BT, n_keys_BT, 0).sum(dtype=jnp.float32)}
+    document_sums = {"padding": (~used_BT).sum(dtype=jnp.float32),
+                     "attended_keys": jnp.where(used_BT, n_keys_BT, 0).sum(dtype=jnp.float32)}
+    n_positions = jnp.float32(used_BT.size)
+    return sums | document_sums, counts | dict.fromkeys(document_sums, n_positions)
 
 
 # ---- rematerialization

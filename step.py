@@ -29,11 +29,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 # ---- the training step
 
-# Names of other values than metrics in the rows of metrics.jsonl. Neither they nor the step's own
-# metrics may be names of a loss's sums.
-ROW_NAMES = {"step", "event", "loss_scale", "watch"}
-
-
 def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0):
     """Take one step with the learning rate lr (see lr_at): (state, metrics).
 
@@ -49,7 +44,7 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
     old_params = _trained(state["params"], table)
     old_opt = state["opt"]
 
-    # Random keys of the rows, for a loss that takes them.
+    # Optional: random keys of the rows, for a loss that takes them.
     options = {}
     if takes_train_keys(loss_fn):
         options["train_keys"] = make_train_keys(state["step"], batch, cfg.seed % 2**32)
@@ -65,8 +60,8 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
     grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
     grad_norm = optax.tree.norm(grads)
 
-    # Weight statistics of --watch. The row of step k + 1 has the weights of step k and the gradient
-    # of batch k.
+    # Optional: weight statistics of --watch. The row of step k + 1 has the weights of step k and
+    # the gradient of batch k.
     if cfg.watch and cfg.log_every:
         metrics["watch"] = weight_stats(state["step"] + 1, state["params"], grads, cfg)
 
@@ -87,12 +82,9 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
 
     # Keep the old parameters and moments if the loss or the gradient is not finite.
     finite = jnp.isfinite(metrics["objective"]) & jnp.isfinite(grad_norm)
-
-    def if_finite(new, old):
-        return jnp.where(finite, new, old)
-
-    new_params = jax.tree.map(if_finite, new_params, old_params)
-    new_opt = jax.tree.map(if_finite, new_opt, old_opt)
+    new_if_finite = partial(jnp.where, finite)
+    new_params = jax.tree.map(new_if_finite, new_params, old_params)
+    new_opt = jax.tree.map(new_if_finite, new_opt, old_opt)
     n_skipped = state["skipped"] + jnp.where(finite, 0, 1)
 
     # fp16_train_step adds "scale".
@@ -106,9 +98,7 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
         "counts": counts,
         "n_labels": counts.get("loss", counts["objective"]),
     }
-    reserved = sorted((own_metrics.keys() | ROW_NAMES) & sums.keys())
-    if reserved:
-        raise ValueError(f"loss: sums named {reserved}: these names are reserved; rename them")
+    _check_names(sums, own_metrics)
     return new_state, jax.tree.map(jnp.float32, metrics | own_metrics)
 
 
@@ -121,12 +111,6 @@ def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
     parameters only. options: {name: array with an entry for each row}, further arguments of the
     loss.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    specs = {}
-    if not mesh.empty:
-        trained_rows = _trained(table, table)
-        specs = moment_specs(trained_rows, mesh)  # ZeRO-2: a gradient lies where its moment lies
-
     def microbatch_grads(microbatch):
         examples, example_options = microbatch
 
@@ -136,9 +120,7 @@ def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
 
         grad_fn = jax.value_and_grad(objective, has_aux=True)
         (_, (sums, counts)), grads = grad_fn(_trained(params, table))
-        if specs:  # a reduce-scatter: each device sums only its part
-            grads = jax.lax.with_sharding_constraint(grads, specs)
-        return sums, counts, _f32(grads)
+        return sums, counts, _f32(_shard_like_moments(grads, table))
 
     return _sum_over_microbatches(microbatch_grads, (batch, options), cfg.grad_accum_steps)
 
@@ -184,13 +166,6 @@ def lr_at(step, cfg):
     return peak * (cfg.min_lr_frac + (1 - cfg.min_lr_frac) * decay)
 
 
-def warmup_steps(cfg):
-    """The number of warm-up steps. A field below 1 is a fraction of cfg.steps."""
-    if cfg.warmup_steps < 1:
-        return round(cfg.warmup_steps * cfg.steps)
-    return round(cfg.warmup_steps)
-
-
 # ---- the optimizer
 
 def make_optimizer(cfg, table):
@@ -227,7 +202,7 @@ def make_optimizer(cfg, table):
 
     # One optax optimizer for each kind in use.
     optimizers = {kind: OPTIMIZERS[kind](cfg) for kind in sorted(set(kinds.values()))}
-    # Adafactor treats each matrix or vector of a stack separately.
+    # Optional: Adafactor treats each matrix or vector of a stack separately.
     if "adafactor" in optimizers:
         optimizers["adafactor"] = _unstacked(optimizers["adafactor"], table)
     if len(optimizers) == 1:
@@ -313,7 +288,7 @@ def init_state(key, cfg, init_fn, optimizer, table, params=None):
     zero = jnp.zeros((), jnp.int32)
     opt = optimizer.init(_f32(_trained(values, table)))
     state = {"step": zero, "params": values, "opt": opt, "skipped": zero}
-    # Loss scaling for float16.
+    # Optional: loss scaling for float16.
     if cfg.dtype == "float16":
         state["scale"] = init_loss_scale()
     return state
@@ -322,8 +297,8 @@ def init_state(key, cfg, init_fn, optimizer, table, params=None):
 def state_shardings(state, table, mesh, moment_memory=None):
     """The shardings of a state.
 
-    A parameter has its spec. A moment of a parameter's shape has the spec of moment_specs and lies
-    in moment_memory (default: the device's memory). All else is replicated.
+    A parameter has its spec. A moment of a parameter's shape is also split over dp, see
+    moment_specs, and lies in moment_memory (default: the device's memory). All else is replicated.
     """
     replicated = NamedSharding(mesh, P())
     specs = moment_specs(table, mesh)
@@ -342,98 +317,6 @@ def state_shardings(state, table, mesh, moment_memory=None):
     return shardings
 
 
-def moment_specs(table, mesh):
-    """{name: spec} of moments and gradients.
-
-    The spec is the parameter's, but dims that are split over fsdp are also split over dp where
-    divisible. So dp is ZeRO-2, and fsdp is ZeRO-3.
-
-    Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
-    """
-    def with_dp(n, axes):
-        names = (*jax.tree.leaves(axes), "dp")
-        if "fsdp" in names and n % prod(mesh.shape[axis] for axis in names) == 0:
-            return names
-        return axes
-
-    specs = {}
-    for name, row in table.items():
-        dims = zip(row["shape"], row["spec"], strict=False)  # a spec may be shorter than a shape
-        specs[name] = P(*[with_dp(n, axes) for n, axes in dims])
-    return specs
-
-
-# ---- programs
-
-def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value,
-                evaluation=None):
-    """Prepare the programs of a run without allocating an array: only the state is traced here.
-
-    batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is called with the
-    "loss_fn", the "optimizer" (optax) and the "train_step", a function (state, batch, lr) ->
-    (state, metrics). It returns the value to use: hooks use it for pruning, another loss or another
-    optimizer. evaluation: {"cfg", "batch"} of eval_step, by default those of train_step.
-
-    Returns a dict:
-    "state": the state as shapes with shardings;
-    "train_step", "eval_step": functions without arguments that trace and lower that program.
-    `compile_steps`, under supporting, calls and compiles them; the loop calls its result;
-    "init", "digest": jitted functions, compiled before their first call: (key, params=) -> state,
-    which donates params, and (state) -> the result of digest_sums, a checksum of the state
-    that is logged to compare runs;
-    "eval_batch": the batch of eval_step, as shapes with shardings;
-    "mesh".
-    """
-    evaluation = evaluation or {"cfg": cfg, "batch": batch}
-
-    # The functions to compile: all arguments that are not arrays are bound.
-    loss_fn = override("loss_fn", loss_fn)
-    optimizer = override("optimizer", make_optimizer(cfg, table))
-    step_fn = fp16_train_step if cfg.dtype == "float16" else train_step
-    step_fn = override("train_step", partial(
-        step_fn, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer, table=table))
-    eval_fn = partial(eval_step, cfg=evaluation["cfg"], loss_fn=loss_fn)
-    init = partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer, table=table)
-    digest_fn = digest_sums
-
-    # The state as shapes with shardings.
-    shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
-    for name, x in shapes["params"].items():
-        assert x.shape == (*table[name]["shape"],), f"init: {name} is {x.shape}, unlike its row"
-    shardings = state_shardings(shapes, table, mesh)
-
-    # Moments in host memory are copied to the device for each program that reads them.
-    if cfg.offload_optimizer:
-        step_fn = opt_from_host(step_fn, shardings["opt"])
-        digest_fn = opt_from_host(digest_fn, shardings["opt"])
-        shardings = state_shardings(shapes, table, mesh, "pinned_host")
-    state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
-    replicated = NamedSharding(mesh, P())
-    lr = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
-
-    jit = partial(jax.jit, compiler_options=compiler_options(cfg, mesh.devices.flat[0]))
-
-    def lower_train_step():
-        jitted = jit(step_fn, donate_argnums=0, out_shardings=(shardings, replicated))
-        with jax.set_mesh(mesh):
-            return jitted.lower(state, batch, lr)
-
-    def lower_eval_step():
-        with jax.set_mesh(mesh):
-            return jit(eval_fn, out_shardings=replicated).lower(
-                state["params"], evaluation["batch"])
-
-    return {
-        "state": state,
-        "train_step": lower_train_step,
-        "eval_step": lower_eval_step,
-        "init": jit(init, donate_argnames="params", out_shardings=shardings),
-        "digest": jit(digest_fn, out_shardings=replicated),
-        "eval_batch": evaluation["batch"],
-        "mesh": mesh,
-    }
-
-
 # ---- supporting
 #
 # Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
@@ -442,6 +325,13 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 
 
 # ---- schedules
+
+def warmup_steps(cfg):
+    """The number of warm-up steps. A field below 1 is a fraction of cfg.steps."""
+    if cfg.warmup_steps < 1:
+        return round(cfg.warmup_steps * cfg.steps)
+    return round(cfg.warmup_steps)
+
 
 # Each schedule returns a number from 1 to 0, which lr_at maps to peak ... min_lr_frac x peak.
 # progress goes from 0 at the end of warm-up to 1 at the last step, n counts the steps since the end
@@ -565,12 +455,8 @@ DEFAULT_LR = {
 # ---- parts of the state
 
 def _trained(params, table):
+    """The entries of a dict by parameter, also of the table itself, that are trained."""
     return {name: x for name, x in params.items() if table[name].get("trained", True)}
-
-
-def trained_names(table):
-    """The names of the trained parameters, sorted."""
-    return sorted(_trained(table, table))
 
 
 def _f32(tree):
@@ -580,6 +466,46 @@ def _f32(tree):
 def replicate(x, mesh):
     """A number as a float32 array on all devices of a mesh, including those of other hosts."""
     return jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda _: np.float32(x))
+
+
+def moment_specs(table, mesh):
+    """{name: spec} of moments and gradients.
+
+    The spec is the parameter's, but dims that are split over fsdp are also split over dp where
+    divisible. So dp is ZeRO-2, and fsdp is ZeRO-3.
+
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
+    """
+    def with_dp(n, axes):
+        names = (*jax.tree.leaves(axes), "dp")
+        if "fsdp" in names and n % prod(mesh.shape[axis] for axis in names) == 0:
+            return names
+        return axes
+
+    specs = {}
+    for name, row in table.items():
+        dims = zip(row["shape"], row["spec"], strict=False)  # a spec may be shorter than a shape
+        specs[name] = P(*[with_dp(n, axes) for n, axes in dims])
+    return specs
+
+
+def _shard_like_moments(grads, table):
+    """Split each gradient as its moments: a reduce-scatter, each device sums only its part."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return grads
+    return jax.lax.with_sharding_constraint(grads, moment_specs(_trained(table, table), mesh))
+
+
+# Names of other values than metrics in the rows of metrics.jsonl.
+ROW_NAMES = {"step", "event", "loss_scale", "watch"}
+
+
+def _check_names(sums, own_metrics):
+    """Raise ValueError when a sum of the loss has the name of another value in a row."""
+    reserved = sorted((own_metrics.keys() | ROW_NAMES) & sums.keys())
+    if reserved:
+        raise ValueError(f"loss: sums named {reserved}: these names are reserved; rename them")
 
 
 # ---- random keys for the loss
@@ -636,11 +562,80 @@ def _device_grid(devices, sizes, cfg):
 
 # ---- compilation
 
+def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value,
+                evaluation=None):
+    """Prepare the programs of a run without allocating an array: only the state is traced here.
+
+    batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is called with the
+    "loss_fn", the "optimizer" (optax) and the "train_step", a function (state, batch, lr) ->
+    (state, metrics). It returns the value to use: hooks use it for pruning, another loss or another
+    optimizer. evaluation: {"cfg", "batch"} of eval_step, by default those of train_step.
+
+    Returns a dict:
+    "state": the state as shapes with shardings;
+    "lower_train_step", "lower_eval_step": functions without arguments that trace and lower that
+    program; compile_steps compiles them for the loop;
+    "init", "digest": jitted functions, compiled before their first call: (key, params=) -> state,
+    which donates params, and (state) -> the result of digest_sums, a checksum of the state
+    that is logged to compare runs;
+    "eval_batch": the batch of eval_step, as shapes with shardings;
+    "mesh".
+    """
+    evaluation = evaluation or {"cfg": cfg, "batch": batch}
+
+    # The functions to compile: all arguments that are not arrays are bound.
+    loss_fn = override("loss_fn", loss_fn)
+    optimizer = override("optimizer", make_optimizer(cfg, table))
+    step_fn = fp16_train_step if cfg.dtype == "float16" else train_step
+    step_fn = override("train_step", partial(
+        step_fn, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer, table=table))
+    eval_fn = partial(eval_step, cfg=evaluation["cfg"], loss_fn=loss_fn)
+    init = partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer, table=table)
+    digest_fn = digest_sums
+
+    # The state as shapes with shardings.
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
+    for name, x in shapes["params"].items():
+        assert x.shape == (*table[name]["shape"],), f"init: {name} is {x.shape}, unlike its row"
+    shardings = state_shardings(shapes, table, mesh)
+
+    # Optional: moments in host memory are copied to the device for each program that reads them.
+    if cfg.offload_optimizer:
+        step_fn = opt_from_host(step_fn, shardings["opt"])
+        digest_fn = opt_from_host(digest_fn, shardings["opt"])
+        shardings = state_shardings(shapes, table, mesh, "pinned_host")
+    state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
+    replicated = NamedSharding(mesh, P())
+    lr = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+
+    jit = partial(jax.jit, compiler_options=compiler_options(cfg, mesh.devices.flat[0]))
+
+    def lower_train_step():
+        jitted = jit(step_fn, donate_argnums=0, out_shardings=(shardings, replicated))
+        with jax.set_mesh(mesh):
+            return jitted.lower(state, batch, lr)
+
+    def lower_eval_step():
+        with jax.set_mesh(mesh):
+            return jit(eval_fn, out_shardings=replicated).lower(
+                state["params"], evaluation["batch"])
+
+    return {
+        "state": state,
+        "lower_train_step": lower_train_step,
+        "lower_eval_step": lower_eval_step,
+        "init": jit(init, donate_argnames="params", out_shardings=shardings),
+        "digest": jit(digest_fn, out_shardings=replicated),
+        "eval_batch": evaluation["batch"],
+        "mesh": mesh,
+    }
+
+
 def compile_steps(steps, is_fresh=False):
     """Compile the programs of lower_steps, its result, before any array is allocated. is_fresh:
     whether init is called next.
 
-    Returns a dict: "state", "init" and "digest" of lower_steps;
+    Returns a dict: "state", "init", "digest" and all else of lower_steps;
     "train_step": (state, batch, lr) -> (state, metrics), which donates its state;
     "eval_step": (params, batch) -> {name: (sum, count)};
     "compile_eval": compiles eval_step if necessary, and waits for it; raises MemoryError when it
@@ -648,7 +643,7 @@ def compile_steps(steps, is_fresh=False):
     "memory": memory_by_kind of train_step, by which a run that cannot fit ends before it starts.
     """
     # XLA releases the GIL: compile init beside train_step. JAX keeps the program for init's call.
-    lowered_step = steps["train_step"]()
+    lowered_step = steps["lower_train_step"]()
     future = ThreadPoolExecutor().submit(lowered_step.compile)
     if is_fresh:
         steps["init"].lower(jax.random.key(0), params={}).compile()
@@ -659,15 +654,12 @@ def compile_steps(steps, is_fresh=False):
     # first steps on a CPU.
     @cache
     def compile_eval():
-        compiled = steps["eval_step"]().compile()
+        compiled = steps["lower_eval_step"]().compile()
         total = array_bytes((steps["state"], steps["eval_batch"])) + added_bytes(compiled)
         check_fits(memory | {"total": total}, steps["mesh"], "evaluation")
         return compiled
 
-    return {
-        "state": steps["state"],
-        "init": steps["init"],
-        "digest": steps["digest"],
+    return steps | {
         "train_step": compiled_step,
         "eval_step": lambda params, batch: compile_eval()(params, batch),
         "compile_eval": compile_eval,
@@ -1048,11 +1040,11 @@ def count_memory(steps, is_training, with_evaluation):
     memory = {"parameters": array_bytes(held)}
     if is_training:
         held = steps["state"]
-        programs["a step"] = steps["train_step"]().compile()
+        programs["a step"] = steps["lower_train_step"]().compile()
         memory = memory_by_kind(held, programs["a step"])
         peaks["a step"] = memory["total"]
     if with_evaluation:
-        programs["evaluation"] = steps["eval_step"]().compile()
+        programs["evaluation"] = steps["lower_eval_step"]().compile()
         arguments = array_bytes((held, steps["eval_batch"]))
         peaks["evaluation"] = arguments + added_bytes(programs["evaluation"])
     return {"programs": programs, "peaks": peaks, "memory": memory}

@@ -457,7 +457,7 @@ def speed(shape):
     # Compile as a run does.
     began = time.perf_counter()
     lowered = steplib.lower_steps(*train.step_args(setup))
-    update = lowered["train_step"]().compile()
+    update = lowered["lower_train_step"]().compile()
     init = lowered["init"]
     compile_s = time.perf_counter() - began
     memory = steplib.memory_by_kind(lowered["state"], update)

@@ -304,7 +304,7 @@ def state_bytes(run):
     cfg = dataclasses.replace(run["cfg"], offload_optimizer=False)
     state = steplib.lower_steps(*train.step_args(run | {"cfg": cfg}))["state"]
     moments = "moments in host memory" if run["cfg"].offload_optimizer else "moments"
-    trained = [state["params"][name] for name in steplib.trained_names(run["table"])]
+    trained = [x for name, x in state["params"].items() if run["table"][name].get("trained", True)]
     return {"parameters": steplib.array_bytes(state["params"]),
             moments: steplib.array_bytes(state["opt"]),
             "gradients": steplib.array_bytes(trained)}

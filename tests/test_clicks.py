@@ -438,7 +438,7 @@ def test_no_part_of_a_step_is_as_large_as_a_sparse_table(n):
                 {"objective": (params["t"][batch["a"]] ** 2).sum()}, {"objective": jnp.float32(8)}),
             lambda key, cfg: model.init(key, cfg, table), batch_structs({"a": IDS["a"]}, mesh),
             only_rows(t=("a",)))
-        program = steps["train_step"]().compile()
+        program = steps["lower_train_step"]().compile()
         shapes = f"f32[{rows},4]", f"f32[{rows // n},4]"
         made = [line.split(" = ")[1] for line in program.as_text().splitlines() if " = " in line]
         made = {line.split("(")[0].split()[-1] for line in made if line.startswith(shapes)}

@@ -234,7 +234,7 @@ def test_a_home_in_every_path(tmp_path, monkeypatch):
 def test_flags_that_are_not_typed_come_from_the_run_in_out_dir(tmp_path):
     """Flags that are not typed come from the run in out_dir, unless it is deleted first.
 
-    Break: config.py: uses_run = cfg.mode in ("train", *READ_MODES) => uses_run = cfg.mode in ()
+    Break: config.py: if cfg.mode in ("train", *READ_MODES) => if cfg.mode in ()
     """
     (tmp_path / "config.json").write_text(config.to_json(Config(temperature=0.3, n_layers=2)))
     sample = f"--mode sample --out_dir {tmp_path}"

@@ -52,7 +52,7 @@ def lowered(cfg, program, task="TEXT"):
     """The text of a program, in which weights have shapes, dtypes, shardings and memory kinds."""
     tasks = {"TEXT": train.TEXT, "SLOPE": SLOPE}
     run = train.setup_run(cfg, tasks[task])
-    return step.lower_steps(*train.step_args(run))[program]().as_text()
+    return step.lower_steps(*train.step_args(run))[f"lower_{program}"]().as_text()
 
 
 @or_error

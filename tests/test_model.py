@@ -230,8 +230,7 @@ def test_dropout_equals_numpy(variant):
     output of each attention and MLP by 1 / (1 - dropout) or by 0, to 1e-5 relative. Each place,
     layer and row has a mask of its own. Without keys nothing is dropped.
 
-    Break: model.py: y_BTD = _dropout(y_BTD, w["dropout_keys"][1], cfg) =>
-    y_BTD = _dropout(y_BTD, w["dropout_keys"][0], cfg)
+    Break: model.py: w["dropout_keys"][part], cfg) => w["dropout_keys"]["mlp"], cfg)
     """
     cfg = dataclasses.replace(BASE, dropout=0.4, **VARIANTS[variant])
     params, batch = random_params(cfg), random_batch(cfg)

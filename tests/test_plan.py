@@ -39,7 +39,7 @@ def lowered(cfg, devices=None):
 def seen(cfg, devices=None):
     """plan.traffic's collectives of the small transformer's compiled update."""
     steps = lowered(cfg, devices)
-    text = steps["train_step"]().compile().as_text()
+    text = steps["lower_train_step"]().compile().as_text()
     return plan.traffic(text, steps["mesh"], cfg.slices)["collectives"]
 
 

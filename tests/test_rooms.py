@@ -46,7 +46,6 @@ EDITS = {
          '    "init_names": lambda table, saved, cfg: set(table),\n'),
         ("train.py", "model.merge_lora(params, cfg)", "params"),
     ],
-    "document mask": [("model.py", "= _document_sums(batch, cfg)", "= {}")],
     "loss scaling for float16": [
         ("step.py", 'fp16_train_step if cfg.dtype == "float16" else train_step', "train_step"),
     ],

@@ -320,7 +320,7 @@ def test_a_run_compiles_its_step_once_and_the_evaluation_when_it_is_needed(tiny,
     """train_step and init are compiled once, and on a CPU eval_step just before its first use.
 
     Break: step.py: compiled_step = future.result() =>
-    compiled_step = future.result(); steps["eval_step"]().compile()
+    compiled_step = future.result(); steps["lower_eval_step"]().compile()
     """
     order = []
 

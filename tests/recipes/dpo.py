@@ -242,7 +242,7 @@ def score(cfg, pairs, saved_sources):
     steps = steplib.lower_steps(*train.step_args(run))
     params = ckpt.load_parameters(sources, steps["state"]["params"])
     params = steps["init"](jax.random.key(cfg.seed), params=params)["params"]
-    program = steps["eval_step"]().compile()
+    program = steps["lower_eval_step"]().compile()
 
     n = len(pairs)
     B = cfg.batch_size
