@@ -397,10 +397,8 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
 
         # The objective has the weights of cfg.loss_norm. All terms are masked below.
         terms = {"objective": objective_BT * weights_BT, "loss": nll_BT, "z": z_BT, "acc": acc_BT}
-        sums = {}
-        for name, term_BT in terms.items():
-            sums[name] = jnp.where(mask_BT, term_BT, 0).sum(dtype=jnp.float32)
-        return sums
+        return {name: jnp.where(mask_BT, term_BT, 0).sum(dtype=jnp.float32)
+                for name, term_BT in terms.items()}
 
 
 def _logits(x_BTD, unembed_DV, cfg, f32_out=True):
@@ -513,11 +511,8 @@ def _cast_params(params, cfg):
 
 def _layer_weights(params):
     """The weights of all layers, named without the prefix."""
-    weights = {}
-    for name, x in params.items():
-        if name.startswith("layers."):
-            weights[name.removeprefix("layers.")] = x
-    return weights
+    return {name.removeprefix("layers."): x
+            for name, x in params.items() if name.startswith("layers.")}
 
 
 def _attention_inputs(batch, cfg):
@@ -1113,15 +1108,11 @@ def sample_text(params, prompts, cfg, key, decode, compiler_options=None):
         new = multihost_utils.process_allgather(new, tiled=True)
         check_tokens(new)
         for prompt, ids in zip(rows[batch], new.tolist()):
-            kept = []
-            for token in ids:
-                if token in prompt["stops"]:
-                    break
-                kept.append(token)
+            end = next((i for i, token in enumerate(ids) if token in prompt["stops"]), None)
             # Decode the prompt too: some tokenizers drop the space at the start of a text.
             # At the end, ids of only a part of a character are decoded to U+FFFD.
             n_before = len(decode(prompt["ids"]))
-            text = decode([*prompt["ids"], *kept])[n_before:].rstrip("\ufffd")
+            text = decode([*prompt["ids"], *ids[:end]])[n_before:].rstrip("\ufffd")
             samples.append({"prompt": prompt["text"], "text": text})
     return samples
 
@@ -1314,10 +1305,8 @@ def _tiled_fwd(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
 
 def _tiled_bwd(cfg, n_tiles, saved, cotangents):
     inputs, grads = saved
-    used = {}
-    for name, c in cotangents.items():
-        if not isinstance(c, jax.custom_derivatives.SymbolicZero):
-            used[name] = c
+    zero = jax.custom_derivatives.SymbolicZero
+    used = {name: c for name, c in cotangents.items() if not isinstance(c, zero)}
     scale = used.get("objective", jnp.float32(0))
     # In float16 a gradient without the loss scale, which is in its cotangent, may overflow.
     if used.keys() - {"objective"} or grads[0].dtype == jnp.float16:
@@ -1951,9 +1940,8 @@ def hf_pieces(cfg):
             continue
         hf_name = hf_names[name]
         n_stacked = hf_name.count("{}")
-        tensors = {}
-        for index in np.ndindex(*row["shape"][:n_stacked]):
-            tensors[index] = hf_name.format(*index)
+        stack = np.ndindex(*row["shape"][:n_stacked])
+        tensors = {index: hf_name.format(*index) for index in stack}
         is_linear = len(row["shape"]) - n_stacked == 2 and name != "embed"
         pieces[name] = (tensors, is_linear)
     return pieces

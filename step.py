@@ -47,7 +47,8 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
     # Optional: random keys of the rows, for a loss that takes them.
     options = {}
     if takes_train_keys(loss_fn):
-        options["train_keys"] = make_train_keys(state["step"], batch, cfg.seed % 2**32)
+        seed = cfg.seed % 2**32  # the most that a key takes
+        options["train_keys"] = make_train_keys(state["step"], batch, seed)
 
     # Sum the loss and its gradient over the microbatches.
     with jax.named_scope("gradients"):

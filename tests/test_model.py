@@ -85,9 +85,7 @@ def np_norm(x, scale, eps):
 
 
 def np_rotate(x, position, cfg):
-    """A head's two halves as real and imaginary parts, turned by position x frequency (RoFormer,
-    equation 34).
-    """
+    """A head's halves as complex numbers, turned by position x frequency (RoFormer, eq. 34)."""
     turned, half = np.empty_like(x), len(x) // 2
     for i in range(half):
         freq = cfg.rope_theta ** (-2 * i / cfg.head_dim)
@@ -107,9 +105,7 @@ def np_swiglu(y, gate, up, down):
 
 
 def np_experts(y, w, cfg):
-    """A loop over tokens and their experts, first come, first served: outputs [T, D], statistics
-    [T].
-    """
+    """A loop over tokens and their experts, first come, first served: outputs, statistics."""
     T, E, k = len(y), cfg.n_experts, cfg.experts_per_token
     capacity = min(int(np.ceil(T * k / E * cfg.capacity_factor)), T) or T
     logits = y @ w["w_router"]
@@ -130,9 +126,8 @@ def np_experts(y, w, cfg):
 
 
 def np_logits(params, tokens, cfg, router_stats=None, drop=lambda x, row, site: x):
-    """Logits [B, T, V], one query and one head at a time. The router statistics of each row and
-    layer are appended to the list router_stats. drop: called with the embedding, site 0, and with
-    the outputs of attention and MLP of layer i, sites 2i + 1 and 2i + 2.
+    """Logits [B, T, V], one query and one head at a time. Router statistics are appended to
+    router_stats. drop: called with the embedding (site 0) and the outputs of attention and MLP.
     """
     group, out = cfg.n_heads // cfg.n_kv_heads, []
     params = {k: v + cfg.lora_alpha / cfg.lora_rank * params[k + ".lora_a"] @ params[k + ".lora_b"]
@@ -169,9 +164,7 @@ def np_logits(params, tokens, cfg, router_stats=None, drop=lambda x, row, site: 
 
 
 def np_sums(params, batch, cfg, **how):
-    """The sums of loss_fn: relative entropy to the smoothed target plus z-loss, and of experts
-    their losses; cross-entropy, squared log Z, hits; router statistics. how: as for np_logits.
-    """
+    """The sums of loss_fn. how: as for np_logits."""
     routers = [None]
     logits = np_logits(params, batch["tokens"], cfg, routers, **how)
     routers = np.array([list(r.values()) for r in routers[1:]])  # [B x layers, statistics, T]
@@ -211,8 +204,7 @@ def test_a_tie_of_n_tokens_counts_as_one_nth_of_a_hit():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_equals_numpy(variant):
-    """Logits are those of a float64 NumPy transformer to 1e-4 (logits of about 10; float32
-    rounding, 1e-6 each).
+    """Logits of about 10 are those of a float64 transformer to 1e-4 (float32 rounds at 1e-6).
 
     Break: model.py: q_BKGTH = H**-0.5 * q_BNTH.reshape( => q_BKGTH = q_BNTH.reshape(
     """
@@ -226,9 +218,7 @@ def test_forward_equals_numpy(variant):
 
 @pytest.mark.parametrize("variant", ["gqa, qk_norm, tied", "experts, low rank"])
 def test_dropout_equals_numpy(variant):
-    """With keys the loss is that of a NumPy transformer that multiplies the embedding and the
-    output of each attention and MLP by 1 / (1 - dropout) or by 0, to 1e-5 relative. Each place,
-    layer and row has a mask of its own. Without keys nothing is dropped.
+    """With keys each place, layer and row has a mask of its own; without, nothing is dropped.
 
     Break: model.py: w["dropout_keys"][part], cfg) => w["dropout_keys"]["mlp"], cfg)
     """
@@ -252,9 +242,7 @@ def test_dropout_equals_numpy(variant):
     dict(loss_norm="sequences", logit_tiles=3, **VARIANTS["experts"]),
 ])
 def test_loss_sums_equal_numpy(change):
-    """All sums over the labels that are not -100, of which one row has none, are NumPy's to 1e-5
-    relative (float32), the counts exactly; the objective's count is what loss_norm names,
-    loss_divisor counting for the batch of a step.
+    """To 1e-5 relative, the counts exactly; the objective's count is what loss_norm names.
 
     Break: model.py: others_BT) - entropy => others_BT) + entropy
     """
@@ -278,11 +266,9 @@ def test_loss_sums_equal_numpy(change):
     ("bias", 5, {"z": 0.1, "loss": 0.3}),
 ])
 def test_gradients_equal_finite_differences(variant, tiles, terms):
-    """Each parameter's gradient along a random direction is NumPy's central difference in float64,
-    also when terms of other sums are added to the objective.
-
-    To 1e-4 of the gradient's norm: float32 rounds at 1e-6, the difference at step 1e-5 errs by
+    """Along random directions, to 1e-4 of the norm: float32 rounds at 1e-6, differences err by
     1e-9.
+
     Break: model.py: _linear(jax.nn.silu(gate) * up, w, "w_down", cfg) =>
     _linear(jax.lax.stop_gradient(jax.nn.silu(gate) * up), w, "w_down", cfg)
     """
@@ -306,8 +292,7 @@ def test_gradients_equal_finite_differences(variant, tiles, terms):
 
 @pytest.mark.parametrize("T, packed, window", [(1, False, 0), (11, False, 3), (11, True, 0)])
 def test_fused_attention_equals_the_default(T, packed, window):
-    """The call of JAX's fused attention, here in its plain implementation, gives the same as the
-    default attention, also with several documents in a row: to 1e-5 (float32).
+    """The call of JAX's fused attention, in its plain implementation, to 1e-5 (float32).
 
     Break: model.py: v_BKTH.swapaxes(1, 2), mask=mask, => v_BKTH.swapaxes(1, 2), mask=None,
     """
@@ -324,8 +309,7 @@ def test_fused_attention_equals_the_default(T, packed, window):
 
 
 def test_half_of_the_queries_skip_half_of_the_keys():
-    """The default attention compiles to less than 0.8 of the FLOPs of attention from every query to
-    every key.
+    """Less than 0.8 of the FLOPs of attention from every query to every key.
 
     Break: model.py: n_keys = stop => n_keys = T
     """
@@ -373,9 +357,8 @@ def random_attention(T, dtype="float32", B=3, N=4, K=2, H=6):
     (64, 10, False, "float32"),  # the last key of a block that is seen, by one query alone
 ])
 def test_blocks_equal_the_dense_form_and_numpy(T, window, packed, dtype, monkeypatch):
-    """Attention by blocks is NumPy's in float64, and its gradient along a random direction the
-    central difference; each entry is the dense form's: to 4e-5 of the largest in float32, to 4
-    roundings in 16 bits. Also where blocks do not divide T.
+    """Values and gradients, to 4e-5 of the largest in float32 and 4 roundings in 16 bits, also
+    where blocks do not divide T.
 
     Break: model.py: jnp.exp(old_max_BKGt1 - max_BKGt1) => jnp.exp(max_BKGt1 - max_BKGt1)
     """
@@ -413,9 +396,8 @@ def test_blocks_equal_the_dense_form_and_numpy(T, window, packed, dtype, monkeyp
     (0, True, slice(0, 32), slice(32, 64)),
 ])
 def test_blocks_that_cannot_meet_are_not_touched(window, packed, poisoned, clean, monkeypatch):
-    """NaNs among the values do not reach, forward or backward, a query whose block is before
-    these values, beyond the window, or in other segments. Computing such a block, even masked,
-    would add 0 * NaN. Blocks have 8 tokens.
+    """NaNs among the values do not reach a query whose block is before them, beyond the window, or
+    in other segments; a masked block would add 0 * NaN. Blocks have 8 tokens.
 
     Break: model.py: (back - 1) * t + 1 < window => (back - 1) * t + 1 < window + t
     """
@@ -437,8 +419,7 @@ def test_blocks_that_cannot_meet_are_not_touched(window, packed, poisoned, clean
 
 
 def test_blocks_need_memory_linear_in_length():
-    """Temporaries of the compiled gradient per token at T 128K are at most those at T 8K, and less
-    than 4 times the inputs and their gradients.
+    """Temporaries of the gradient per token at T 128K are at most those at T 8K.
 
     Break: model.py: n = max(8, ceil(T / BLOCK_LEN)) => n = 8
     """
@@ -456,8 +437,7 @@ def test_blocks_need_memory_linear_in_length():
 
 @pytest.mark.slow
 def test_blocks_over_a_mesh_keep_loss_and_gradient(monkeypatch):
-    """Packed rows by blocks, with heads over tp and sp and rows over the rest, give the loss and
-    the gradient of the dense form on one device: to 1e-5 of the largest entry.
+    """Packed rows, heads over tp and sp: those of the dense form on one device, to 1e-5.
 
     Break: model.py: rows = P(BATCH_AXES) => rows = P()
     """
@@ -477,8 +457,7 @@ def test_blocks_over_a_mesh_keep_loss_and_gradient(monkeypatch):
 
 @pytest.mark.slow
 def test_pallas_attention_equals_the_default():
-    """JAX's splash kernel for TPUs, interpreted, over a mesh that splits heads and rows, with a
-    window and documents: gradients of the default attention to 1e-5 of the largest (float32).
+    """JAX's splash kernel for TPUs, interpreted over a mesh: gradients to 1e-5 of the largest.
 
     Break: model.py: q_scaled_BNTH = H**-0.5 * q_BNTH => q_scaled_BNTH = q_BNTH
     """
@@ -515,8 +494,7 @@ def test_pallas_attention_equals_the_default():
     (dict(attention="pallas", seq_len=128), "tpu", None),
 ])
 def test_attention_is_chosen_by_device_and_shape(change, platform, chosen):
-    """auto is cuDNN, or the kernel for TPUs, where device, dtype, head and length allow it, and
-    without --deterministic. A named kernel is chosen, or an error where it cannot run.
+    """A named kernel is chosen, or an error where it cannot run.
 
     Break: model.py: and not cfg.deterministic and H % 8 => and H % 8
     """
@@ -529,8 +507,7 @@ def test_attention_is_chosen_by_device_and_shape(change, platform, chosen):
 
 
 def test_patterns_choose_names():
-    """The last pattern that matches a name decides; "!" deselects; one without a match is an error
-    that has the names.
+    """The last match decides; "!" deselects; a pattern without a match is an error.
 
     Break: model.py: if pattern.startswith("!"): => if pattern == "!":
     """
@@ -553,8 +530,7 @@ def test_patterns_choose_names():
 
 
 def test_documents_packed_by_best_fit_equal_each_in_a_row_of_its_own():
-    """Loss sums and gradients of complete documents, packed by best fit, equal those of one
-    document a row, padded on the left or the right: to 1e-5 of the largest (float32).
+    """Loss sums and gradients, padded on either side: to 1e-5 of the largest (float32).
 
     Break: model.py: query_segments[:, :, None] == key_segments[:, None, :] =>
     query_segments[:, :, None] >= key_segments[:, None, :]
@@ -583,8 +559,7 @@ def test_documents_packed_by_best_fit_equal_each_in_a_row_of_its_own():
 
 
 def test_norms_softmax_router_and_loss_stay_in_float32():
-    """Traced in bfloat16, every exp, log, rsqrt, cos, sin, square, max and top_k takes float32,
-    logits and sums come out in it, and the router's weight is never narrowed.
+    """Traced in bfloat16, no primitive of `islands` takes it, and the router is never narrowed.
 
     Break: model.py: jnp.float32 if name in F32_PARAMS else _dtype(cfg) => _dtype(cfg)
     """
@@ -612,8 +587,7 @@ def test_norms_softmax_router_and_loss_stay_in_float32():
 
 
 def test_rotary_tables_have_one_row_if_all_rows_are_alike():
-    """The program of the loss draws angles for one row of positions, and for each row where a batch
-    has positions of its own.
+    """A batch with positions of its own has angles for each row.
 
     Break: model.py: batch["positions"] if "positions" in batch else jnp.arange(T)[None] =>
     batch.get("positions", jnp.broadcast_to(jnp.arange(T), (B, T)))
@@ -637,10 +611,8 @@ def on_platform(platform):
 
 
 def test_tiles_of_logits_follow_device_and_mesh():
-    """GPT-2's preset has 64 tiles a microbatch on a CPU or TPU, and 8 on a GPU; in float32 half. On
-    8 devices an eighth of all logits counts, and tiles divide the part of a sequence over sp. A
-    tile has at least as many tokens as the model is wide: each reads and writes the head's
-    gradient.
+    """Fewer tiles on a GPU, in float32 and on a mesh; a tile has at least as many tokens as the
+    model is wide, since each reads and writes the head's gradient.
 
     Break: model.py: LOGIT_BYTES = {"gpu": 2**31 => LOGIT_BYTES = {"gpu": 2**28
     """
@@ -662,8 +634,7 @@ def test_tiles_of_logits_follow_device_and_mesh():
 @pytest.mark.parametrize("platform, dtype, narrow", [
     ("gpu", "bfloat16", True), ("gpu", "float16", False), ("cpu", "bfloat16", False)])
 def test_logits_of_the_loss_are_rounded_on_gpus(platform, dtype, narrow):
-    """In bfloat16 on a GPU the product that makes the logits rounds them. What follows is float32:
-    the exponentials of softmax, and the sums.
+    """Only in bfloat16; the exponentials of softmax and the sums are float32.
 
     Break: model.py: NARROW_LOGITS = {"gpu": True => NARROW_LOGITS = {"gpu": False
     """
@@ -699,9 +670,8 @@ def test_layers_are_unrolled_by_platform():
     ("_matmul_f32", "float32", (), 48, 64, 32), ("_matmul_f32", "bfloat16", (), 48, 64, 32),
     ("_matmul_mixed", "float32", (), 48, 64, 32), ("_matmul_mixed", "float32", (2, 3), 48, 32, 64)])
 def test_products_round_their_operands_alone(product, dtype, batch, M, D, F):
-    """A product is float32, and it and its gradients are float64's of rounded operands, to 1e-6 of
-    the largest: _matmul_f32 rounds dy as x is, _matmul_mixed x, w and dy to bfloat16. A gradient in
-    bfloat16 is rounded once more (2**-8 of each). The smaller of x and dy is either.
+    """Products and gradients are float64's of rounded operands, to 1e-6 of the largest; a gradient
+    in bfloat16 is rounded once more.
 
     Break: model.py: dy.astype(jnp.bfloat16) => dy
     """
@@ -723,9 +693,8 @@ def test_products_round_their_operands_alone(product, dtype, batch, M, D, F):
 
 @pytest.mark.slow
 def test_mixed_is_float32_but_for_its_products(monkeypatch):
-    """From fresh parameters, loss (1%) and gradients (4% of each one's norm; under bfloat16 up to
-    7.5%) under mixed are near float32's and not the same; gradients are float32. No product has an
-    operand that is, with attention by halves or by blocks.
+    """Loss (1%) and gradients (4% of the norm; bfloat16: 7.5%) are near float32's, and all operands
+    of products are narrow, by halves or by blocks.
 
     Break: model.py: if cfg.dtype != "mixed": => if True:
     """
@@ -749,8 +718,7 @@ def test_mixed_is_float32_but_for_its_products(monkeypatch):
 
 @pytest.mark.parametrize("variant", ["bias", "window", "crowded experts"])
 def test_greedy_generation_is_the_argmax_of_full_forwards(variant):
-    """Tokens from the cache, after prompts of 1, 4 and 6 tokens over any padding, are those of a
-    full forward per token, exactly: ties have no chance among random logits.
+    """After prompts of 1, 4 and 6 tokens over any padding, exactly: random logits have no ties.
 
     Break: model.py: "positions": (lengths_B + i)[:, None] =>
     "positions": (lengths_B + i + 1)[:, None]
@@ -768,8 +736,7 @@ def test_greedy_generation_is_the_argmax_of_full_forwards(variant):
 
 
 def test_generation_compiles_once(monkeypatch):
-    """Other keys, tokens and lengths of one shape take one compilation; other keys draw other
-    tokens.
+    """For all keys, tokens and lengths of one shape; other keys draw other tokens.
 
     Break: model.py: jax.jit(_generate, => jax.jit(lambda *args, **named: _generate(*args, **named),
     """
@@ -791,8 +758,7 @@ def test_generation_compiles_once(monkeypatch):
 
 
 def test_streamed_tokens_are_the_generated_ones(monkeypatch):
-    """Tokens of chat.py that come one by one equal those of `generate`, greedy and drawn: after a
-    prompt, after its answer and more text, which needs a larger cache, and after another beginning.
+    """After a prompt, after its answer and more text (a larger cache), after another beginning.
 
     Break: tests/recipes/chat.py: n_known = n_equal(session["tokens"], tokens[:-1]) =>
     n_known = len(tokens) - 1
@@ -820,8 +786,7 @@ def test_streamed_tokens_are_the_generated_ones(monkeypatch):
 
 
 def test_each_step_draws_with_a_key_of_its_own():
-    """From uniform logits a token repeats the one before as often as chance has it, 1/V, within 6
-    sd, and two rows agree as often.
+    """From uniform logits a token repeats the one before by chance, 1/V, within 6 sd.
 
     Break: model.py: jax.random.fold_in(key, i), cfg) => key, cfg)
     """
@@ -838,8 +803,7 @@ def test_each_step_draws_with_a_key_of_its_own():
     {}, dict(top_k=1), dict(top_p=1e-6), dict(top_k=5), dict(top_k=6, top_p=0.9),
     dict(top_k=40, top_p=0.5)])
 def test_draws_follow_the_softmax(change):
-    """20,000 draws at temperature 0.7 are those of the softmax cut by top_k, renormalised, and then
-    cut by top_p, as in transformers: chi-square below its mean + 6 sd.
+    """Cut by top_k, renormalised, then by top_p, as in transformers: chi-square below mean + 6 sd.
 
     Break: model.py: rank_1V < cfg.top_k => rank_1V < cfg.top_k + 1
     """
@@ -863,8 +827,7 @@ def test_draws_follow_the_softmax(change):
 @pytest.mark.parametrize("value, change", [
     (np.nan, dict(temperature=0.0)), (np.inf, dict(top_k=1)), (-np.inf, dict(top_p=0.5))])
 def test_logits_that_are_not_finite_draw_no_token(value, change):
-    """A row with one such logit draws -1, which ends a sample with a sentence; the other row draws
-    a token.
+    """A row with one such logit draws -1, which ends a sample with a sentence.
 
     Break: model.py: if np.any(np.asarray(tokens) < 0): => if False:
     """
@@ -878,8 +841,8 @@ def test_logits_that_are_not_finite_draw_no_token(value, change):
 
 
 def test_flops_equal_a_hand_count():
-    """6 FLOPs per matmul weight and token, 12 per head width and mean key: counted key by key,
-    within half a key; only the experts that a token goes to, and the router; 4 per frozen weight.
+    """6 per matmul weight and token (4 if frozen), 12 per head width and mean key, within half a
+    key.
 
     Break: model.py: matmuls + 3 * attention, => matmuls + 6 * attention,
     """
@@ -900,9 +863,7 @@ def test_flops_equal_a_hand_count():
 
 
 def count(jaxpr, name):
-    """Calls of a primitive whose results are used, in a jaxpr and all that it calls; loop bodies
-    once.
-    """
+    """Calls of a primitive whose results are used, in a jaxpr and all that it calls."""
     n = 0
     for eqn in jaxpr.eqns:
         if any("DropVar" not in type(v).__name__ for v in eqn.outvars):
@@ -913,8 +874,7 @@ def count(jaxpr, name):
 
 @pytest.mark.parametrize("remat", model.REMAT)
 def test_remat_recomputes_the_products_that_it_says(remat):
-    """The traced gradient has as many products more than under none as it says here (XLA's
-    attention has 4, two for each half); offload alone keeps something in the host's memory.
+    """XLA's attention has 4 products, two for each half. Offload alone keeps something on the host.
 
     Break: model.py: names_which_can_be_offloaded=["block"] => names_which_can_be_offloaded=["x"]
     """
@@ -936,9 +896,8 @@ def test_remat_recomputes_the_products_that_it_says(remat):
 @pytest.mark.parametrize("attention, kernel, backward", [
     ("cudnn", "dot_product_attention_fwd_wrapper", 0), ("pallas", "pallas_call", 2)])
 def test_named_remat_runs_fused_attention_once(attention, kernel, backward, remat, monkeypatch):
-    """The traced gradient calls the forward kernel once under remat named, and twice under full.
+    """And full twice. Tracing needs no GPU, only the version checks answered.
 
-    Tracing needs no GPU, only the version checks answered.
     Break: model.py: return primitive.name == "dot_ => return "" == "dot_
     """
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
@@ -953,9 +912,7 @@ def test_named_remat_runs_fused_attention_once(attention, kernel, backward, rema
 
 
 def test_tiles_change_nothing_but_rounding():
-    """Sums with and without a gradient, and the gradient scaled by a factor: to 1e-5 of the dense
-    form's largest entry; counts exactly. The gradient of the objective alone traces as many
-    products.
+    """Sums and the scaled gradient to 1e-5 of the largest entry, with as many products.
 
     Break: model.py: if used.keys() - {"objective"} or => if used or
     """
@@ -981,8 +938,7 @@ def test_tiles_change_nothing_but_rounding():
 
 @pytest.mark.slow
 def test_tiles_keep_all_logits_from_existing():
-    """At a vocabulary of 50304 the temporaries of the compiled gradient fall with the tile; by
-    default, large logits are tiled until they are under LOGIT_BYTES.
+    """Temporaries of the gradient fall with the tile; by default LOGIT_BYTES limits them.
 
     Break: model.py: if cfg.logit_tiles: => if cfg.logit_tiles == 1:
     """
@@ -1000,8 +956,7 @@ def test_tiles_keep_all_logits_from_existing():
 
 @pytest.mark.slow
 def test_mlp_tiles_keep_the_gradient_and_need_less_memory():
-    """The MLP in 8 tiles gives loss and gradient of one to 1e-5 of the largest entry, and needs
-    less than half of its memory in the compiled program.
+    """Loss and gradient to 1e-5 of the largest entry, in less than half of the memory.
 
     Break: model.py: jax.lax.map(jax.checkpoint(tile_mlp), => jax.lax.map(tile_mlp,
     """
@@ -1027,8 +982,7 @@ def usual_batch(cfg, B):
 
 @pytest.mark.slow
 def test_gradients_of_many_positions_are_added_up_in_float32():
-    """With 8,192 tokens, nine of ten the same, the gradients of the embedding and of biases in 16
-    bits are float32's to 2% of their norm (0.6% found); added up in bfloat16 they are half off.
+    """In 16 bits they are float32's to 2% of the norm; added up in bfloat16 they are half off.
 
     Break: model.py: dtype = jnp.float32 if name in F32_PARAMS =>
     dtype = x.dtype if name in F32_PARAMS
@@ -1048,8 +1002,7 @@ def test_gradients_of_many_positions_are_added_up_in_float32():
 
 @pytest.mark.slow
 def test_mlp_tiles_in_bfloat16_over_devices():
-    """Over 8 devices, with nine of ten tokens the same, gradients of 128 tiles are those of one to
-    1% of their norm (0.01% found); added up in bfloat16 they are 3% off.
+    """Gradients are those of one tile to 1% of the norm; added up in bfloat16 they are 3% off.
 
     Break: model.py: _shard(x, *axes).astype(jnp.float32) => _shard(x, *axes)
     """
@@ -1067,8 +1020,7 @@ def test_mlp_tiles_in_bfloat16_over_devices():
 
 @pytest.mark.slow
 def test_mlp_tiles_are_split_over_tp():
-    """Over tp 4 the tiles give the gradients of one device to 1e-5 of the largest entry, LoRA's
-    too, and each device computes at most half as much as one alone.
+    """Gradients, LoRA's too, to 1e-5 of the largest entry, with at most half of the FLOPs.
 
     Break: model.py: axis if axis == "tp" else None for => None for
     """
@@ -1090,8 +1042,7 @@ def test_mlp_tiles_are_split_over_tp():
 
 @pytest.mark.slow
 def test_a_small_loss_scale_rescues_tiles_in_float16():
-    """The gradient of 65,536 tokens that are all the same overflows float16; scaled before, it is
-    float32's to 2% of its norm, in tiles as well.
+    """The gradient of 65,536 equal tokens overflows; scaled before, it is float32's to 2%.
 
     Break: model.py: - {"objective"} or grads[0].dtype == jnp.float16: => - {"objective"}:
     """
@@ -1138,8 +1089,7 @@ def test_a_sequence_of_one_token():
 
 
 def test_padding_takes_no_expert():
-    """A document before or behind padding has one loss, one balance and nothing dropped, with an
-    expert capacity that it could not share.
+    """A document before or behind padding has one loss, one balance and nothing dropped.
 
     Break: model.py: if segments_BT is not None: => if False:
     """
@@ -1160,8 +1110,7 @@ def test_padding_takes_no_expert():
 
 
 def test_init_follows_the_table():
-    """Every parameter has the table's shape, mean and deviation to 6 sd, and cfg.param_dtype;
-    constants are exact. wo and w_down start with variance 1 / (2 L fan-in).
+    """Shapes, dtype, mean and deviation to 6 sd; wo and w_down with variance 1 / (2 L fan-in).
 
     Break: model.py: array.astype(cfg.param_dtype) => array
     """

@@ -696,8 +696,8 @@ def test_a_completion_keeps_its_spaces(scheme, tmp_path):
 def test_a_sample_continues_its_prompt(family, tmp_path, monkeypatch):
     """The text of a sample is the prompt and the new tokens decoded together.
 
-    Break: model.py: text = decode([*prompt["ids"], *kept])[n_before:] =>
-    text = (decode(prompt["ids"]) + decode([*kept]))[n_before:]
+    Break: model.py: text = decode([*prompt["ids"], *ids[:end]])[n_before:] =>
+    text = (decode(prompt["ids"]) + decode(ids[:end]))[n_before:]
     """
     if family == "bytes":
         tokenizer = data.make_tokenizer("bytes")

@@ -103,9 +103,7 @@ def compiled(cfg, batch, *how, **named):
 
 
 def lm_batch(rows=16, T=8, vocab=32, ragged=True):
-    """Tokens and labels. ragged: row r has at most r labels, so that the parts of a batch have
-    unequal counts.
-    """
+    """Tokens and labels. ragged: row r has at most r labels, so that parts have unequal counts."""
     rng = np.random.default_rng(7)
     tokens, labels = rng.integers(0, vocab, (2, rows, T)).astype(np.int32)
     if ragged:
@@ -119,9 +117,7 @@ def language_model(cfg):
 
 
 def lm_run(cfg, devices=None, n_steps=2):
-    """compile_steps of the small transformer, the state after n_steps steps, the metrics of each,
-    and the batch.
-    """
+    """compile_steps of the small transformer, state after n_steps steps, metrics of each, batch."""
     steps, state, batch = compiled(cfg, lm_batch(), *language_model(cfg), devices)
     metrics = []
     for _ in range(n_steps):
@@ -182,8 +178,7 @@ def np_adafactor(m, v, g, t, cfg):
     ("adamw", np_adamw), ("lion", np_lion), ("sgd", np_sgd), ("rmsprop", np_rmsprop),
     ("adafactor", np_adafactor)])
 def test_optimizers_equal_numpy(name, rule):
-    """Six steps on small and large gradients, clipped to a global norm of 1, equal the rule in
-    float64 NumPy, which decays the matrix but not the bias, to 1e-5 (float32).
+    """Six clipped steps equal the rule in float64 NumPy, which decays matrices only, to 1e-5.
 
     Break: step.py: row.get("decay_mult", float(is_matrix)) => 1
     """
@@ -208,9 +203,7 @@ STACK = {"layers": dict(shape=(3, 6, 4), spec=P(), init=("normal", 1.0)),
 
 
 def np_muon(momentum):
-    """Five Newton-Schulz iterations, at 0.2 sqrt(larger dim); then each row and each column gets
-    the RMS of the matrix.
-    """
+    """Five Newton-Schulz iterations, at 0.2 sqrt(larger dim), with equal rows and columns."""
     x = momentum / np.linalg.norm(momentum)
     for _ in range(5):
         gram = x.T @ x
@@ -221,9 +214,8 @@ def np_muon(momentum):
 
 
 def test_muon_equals_numpy():
-    """Each layer's first two steps are Jordan's orthogonalized Nesterov momentum, balanced by rows
-    and columns, in float64 NumPy, to 1e-4 (float32). A bias and a matrix outside the layers start
-    as with Adam. A gradient of zero moves nothing.
+    """Each layer's first two steps are NumPy's to 1e-4; other parameters start as with Adam, and a
+    gradient of zero moves nothing.
 
     Break: step.py: 2.0315 * (gram @ gram) => 2.0315 * (gram * gram)
     """
@@ -248,9 +240,8 @@ def test_muon_equals_numpy():
 
 
 def test_adafactor_takes_each_matrix_and_vector_of_a_stack_alone():
-    """Large matrices, which are factored, of layers and of experts, and vectors of layers: after
-    three steps each has the values of optax for it alone, though the others have gradients of
-    another size (1e-5, float32).
+    """Matrices and vectors of layers and experts have optax's values for each alone, though
+    gradients of the others have another size (1e-5).
 
     Break: step.py: n_dims = 2 if table => n_dims = 3 if table
     """
@@ -278,8 +269,7 @@ def test_adafactor_takes_each_matrix_and_vector_of_a_stack_alone():
 
 
 def test_groups_of_parameters_have_their_own_rate_decay_and_optimizer():
-    """Three steps equal float64 NumPy: AdamW for the matrix, at half the rate and twice the decay;
-    Lion for the stack; AdamW for the bias, which has a decay_mult.
+    """Three steps of AdamW for two parameters and Lion for a third equal float64 NumPy.
 
     Break: step.py: updates[name] = rates[name] * direction => updates[name] = direction
     """
@@ -309,8 +299,7 @@ FIRST_MOMENTS = {"adamw": {"mu"}, "adafactor": set(), "lion": {"mu"}, "muon": {"
 
 @pytest.mark.parametrize("name", sorted(step.OPTIMIZERS))
 def test_first_moments_alone_have_moment_dtype(name):
-    """With moment_dtype bfloat16 the first moments of every optimizer have it. The rest of its
-    state, but for counts, is float32.
+    """All else in an optimizer's state, but for counts, is float32.
 
     Break: step.py: optax.trace(cfg.b1, accumulator_dtype=cfg.moment_dtype) => optax.trace(cfg.b1)
     """
@@ -338,9 +327,7 @@ OF_OPTAX = {
 @pytest.mark.parametrize("name, warm", [
     *((name, 10) for name in OF_OPTAX), ("wsd", 0), ("wsd", 20), ("wsd", 90), ("inverse_sqrt", 20)])
 def test_schedules_equal_optax_and_formulas(name, warm):
-    """After warm-up and after the end, rates are optax's, to 1e-7. wsd is the peak until decay_frac
-    x steps before the horizon, but at least to the end of warm-up, then a line to min_lr_frac.
-    inverse_sqrt is lr sqrt(warm-up / step) (Vaswani et al. 2017, section 5.3).
+    """To 1e-7 after warm-up and after the end. inverse_sqrt: Vaswani et al. 2017, section 5.3.
 
     Break: step.py: n_decay = min(cfg.decay_frac * cfg.steps, n_rest) =>
     n_decay = min(cfg.decay_frac * cfg.steps, cfg.steps)
@@ -360,8 +347,7 @@ def test_schedules_equal_optax_and_formulas(name, warm):
 
 @pytest.mark.parametrize("warmup, steps, n", [(10.0, 100, 10), (0.1, 100, 10), (0.33, 10, 3)])
 def test_warm_up_is_linear_in_steps_or_a_fraction(warmup, steps, n):
-    """10 steps, or a fraction of the steps, rounded: step k of n in the warm-up has lr (k + 1) / n,
-    and the last one the peak (1e-6 relative).
+    """Step k of n in the warm-up has lr (k + 1) / n, and the last one the peak.
 
     Break: step.py: return round(cfg.warmup_steps * cfg.steps) => return 1
     """
@@ -372,8 +358,7 @@ def test_warm_up_is_linear_in_steps_or_a_fraction(warmup, steps, n):
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd"])
 def test_each_optimizer_has_its_default_rate(name):
-    """With lr -1, the default, the first move is the optimizer's rate times the move with lr 1, and
-    so is that of a parameter with another optimizer.
+    """With lr -1 a move is the default rate of the parameter's optimizer times the move with lr 1.
 
     Break: step.py: if cfg.lr == -1: => if cfg.lr == 0:
     """
@@ -391,8 +376,7 @@ def test_each_optimizer_has_its_default_rate(name):
 
 
 def test_runs_with_another_schedule_share_a_program():
-    """The text of the program is the same for another schedule, peak, horizon and warm-up, so that
-    a sweep compiles once.
+    """Also with another peak, horizon and warm-up, so that a sweep compiles once.
 
     Break: step.py: "lr": lr, => "lr": lr * (1 + cfg.steps),
     """
@@ -404,9 +388,7 @@ def test_runs_with_another_schedule_share_a_program():
 
 
 def mask_loss(params, batch, cfg, train_keys=None):
-    """A loss with the sum "mask", the dropout mask of layer 0's MLP for each row of the batch, or
-    ones in evaluation.
-    """
+    """A loss with the sum "mask": the dropout mask of layer 0's MLP of each row, or ones."""
     ones_BTD = jnp.ones((len(batch["row"]), 8, 16))
     if train_keys is not None:
         layer_keys = model._dropout_keys(train_keys, cfg)[1]
@@ -417,9 +399,7 @@ def mask_loss(params, batch, cfg, train_keys=None):
 
 
 def test_dropout_masks_depend_on_seed_step_and_row_alone():
-    """Over a mesh, in 4 microbatches, the masks of two steps are those that one device draws from
-    (seed, step, row, place): 0 for about a fraction of dropout, else 1 / (1 - dropout). In
-    evaluation nothing is dropped.
+    """Over a mesh, in microbatches, they are those that one device draws. Evaluations drop nothing.
 
     Break: step.py: step_key = jax.random.fold_in(jax.random.key(seed), step) =>
     step_key = jax.random.key(seed)
@@ -443,8 +423,7 @@ def test_dropout_masks_depend_on_seed_step_and_row_alone():
 
 @pytest.mark.slow
 def test_an_evaluation_takes_microbatches():
-    """4 microbatches with 0 to 30 labels each give the sums and counts of the batch to 1e-6, in
-    less than half of its memory.
+    """Sums and counts are those of the batch to 1e-6, in less than half of its memory.
 
     Break: step.py: (microbatch_sums, batch, cfg.grad_accum_steps) => (microbatch_sums, batch, 1)
     """
@@ -503,9 +482,7 @@ def check_gradients(cfg, base, devices=None):
 @pytest.mark.parametrize("sizes", [
     pytest.param(sizes, marks=[pytest.mark.slow] * (8 not in sizes)) for sizes in MESHES])
 def test_every_mesh_gives_the_same_gradients(sizes):
-    """Splits of 8 devices over dp, fsdp, ep, tp and sp give the loss sums of one device to 1e-5
-    relative, and each gradient to 1e-5 of its largest entry (order of float32 sums). Where ep is
-    not 1 the model has experts.
+    """Loss sums to 1e-5 relative, gradients to 1e-5 of the largest entry (order of float32 sums).
 
     Break: model.py: .reshape(B, T, n_parts, -1, H)) =>
     .reshape(B, T, -1, n_parts, H).swapaxes(2, 3))
@@ -515,8 +492,7 @@ def test_every_mesh_gives_the_same_gradients(sizes):
 
 
 def test_a_mesh_gives_the_same_steps():
-    """Two steps over a mesh, in tiles and 4 microbatches of 0 to 30 labels each, have the metrics
-    of one device in one batch, to 1e-5 relative.
+    """In tiles and 4 ragged microbatches: the metrics of one device in one batch, to 1e-5.
 
     Break: step.py: metrics = {name: sums[name] / divisors[name] for name in sums} => metrics =
     {name: sums[name] / divisors[name] / jax.sharding.get_abstract_mesh().size for name in sums}
@@ -529,9 +505,8 @@ def test_a_mesh_gives_the_same_steps():
 
 
 def test_a_state_is_born_sharded_and_stays_so(two_by_two):
-    """Before and after a step every array has the sharding that compile_steps announced: fsdp=2 and
-    tp=2 leave a quarter of each matrix on a device, and dp=2 an eighth of its moments (ZeRO-2). A
-    vector's moments are sharded like it. The step deletes the old state.
+    """As announced: fsdp and tp leave a quarter of each matrix on a device, dp half of that of its
+    moments (ZeRO-2). The step deletes the old state.
 
     Break: step.py: names = (*jax.tree.leaves(axes), "dp") => names = (*jax.tree.leaves(axes),)
     """
@@ -568,8 +543,7 @@ def test_gradients_are_sharded_like_their_moments():
 
 
 def test_moments_that_dp_cannot_split_are_sharded_like_the_parameter():
-    """Over fsdp 2 and dp 2 a dim of 8 is split in four and one of 6 in two; one over tp stays as it
-    is.
+    """Over fsdp 2 and dp 2 a dim of 8 is split in four, one of 6 in two.
 
     Break: step.py: for axis in names) == 0: => for axis in names) >= 0:
     """
@@ -581,8 +555,7 @@ def test_moments_that_dp_cannot_split_are_sharded_like_the_parameter():
 
 @pytest.mark.slow
 def test_moments_on_the_host_change_nothing(offloaded):
-    """Moments in host memory are there before and after a step, sharded as on the devices, and the
-    steps are bit-identical.
+    """They are there before and after a step, sharded as on devices; steps are bit-identical.
 
     Break: step.py: state_shardings(shapes, table, mesh, "pinned_host") =>
     state_shardings(shapes, table, mesh)
@@ -614,9 +587,8 @@ def np_digest_sums(x):
 
 
 def test_a_digest_is_of_all_bits_and_their_positions():
-    """The sums equal those of Python's integers for each dtype, and for each leaf of a state, also
-    one that a fork added. One flipped bit, two exchanged values, or all signs flipped give another
-    digest.
+    """The sums are those of Python's integers for each dtype and leaf. A flipped bit, two exchanged
+    values, or all signs flipped give another digest.
 
     Break: step.py: _mix(bits + _mix(index ^ jnp.uint32(seed))) =>
     bits * (_mix(index ^ jnp.uint32(seed)) | 1)
@@ -644,8 +616,7 @@ def test_a_digest_is_of_all_bits_and_their_positions():
 
 
 def test_a_digest_does_not_depend_on_the_mesh(two_by_two, offloaded):
-    """The digest of a state over 8 devices, by the compiled program, is that of its arrays on one
-    device, also with moments in host memory.
+    """The digest over 8 devices is that of one, also with moments in host memory.
 
     Break: step.py: index = index * jnp.uint32(size) + => index = index +
     """
@@ -660,8 +631,7 @@ def test_a_digest_does_not_depend_on_the_mesh(two_by_two, offloaded):
 
 
 def test_a_step_that_is_not_finite_leaves_the_model_as_it_was():
-    """A NaN, or a finite loss whose gradient is not (the square root at 0), leaves parameters and
-    moments bit-identical. step and skipped count it, and finite is 0.
+    """A NaN, or a finite loss whose gradient is not (the square root at 0), is only counted.
 
     Break: step.py: jnp.isfinite(metrics["objective"]) & jnp.isfinite(grad_norm) =>
     jnp.isfinite(metrics["objective"])
@@ -684,9 +654,8 @@ def test_a_step_that_is_not_finite_leaves_the_model_as_it_was():
 
 
 def test_parameters_and_moments_have_their_dtypes():
-    """dtype bfloat16 leaves parameters in float32, and they move by less than bfloat16 can
-    represent; param_dtype bfloat16 stores them in it, rounded once: the mean of the gradient and a
-    decay of 0.3 at rate 1 are float32. Moments are float32 in both.
+    """dtype bfloat16 leaves parameters in float32; param_dtype bfloat16 rounds once, after a move
+    and decay in float32. Moments are float32 in both.
 
     Break: step.py: old_opt, _f32(old_params)) => old_opt, old_params)
     """
@@ -712,8 +681,7 @@ def test_parameters_and_moments_have_their_dtypes():
 
 
 def test_fp16_overflow_halves_the_scale_and_skips():
-    """An overflow halves the loss scale and skips the step while finite stays 1; below scale 1
-    finite is 0.
+    """finite stays 1; below scale 1 it is 0.
 
     Break: step.py: finite | (scale >= 1) => finite | (scale >= 0)
     """
@@ -731,8 +699,7 @@ def test_fp16_overflow_halves_the_scale_and_skips():
 
 
 def test_the_loss_scale_follows_overflows(monkeypatch):
-    """2000 finite steps in a row double the scale, up to 2^24 (arXiv:1710.03740, and PyTorch). An
-    overflow halves it, down to float16's smallest normal number, and restarts the count.
+    """As in arXiv:1710.03740 and PyTorch, but at most 2^24 and at least float16's smallest number.
 
     Break: step.py: jnp.minimum(scale["value"] * 2, FP16_MAX_SCALE) => scale["value"] * 2
     """
@@ -752,8 +719,7 @@ def test_the_loss_scale_follows_overflows(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 1e-8])
 def test_fp16_gradient_is_unscaled(size):
-    """grad_norm in float16 is float32's within 2%, though gradients may be below 6e-8, float16's
-    smallest number.
+    """grad_norm is float32's within 2%, though gradients may be below 6e-8, float16's smallest.
 
     Break: step.py: loss_scale = scale / batch_size => loss_scale = 1.0
     """
@@ -770,8 +736,7 @@ def test_fp16_gradient_is_unscaled(size):
 
 
 def test_frozen_parameters_are_bit_identical_and_have_no_moments():
-    """LoRA freezes all parameters but its factors, and --freeze more. After two steps over a mesh,
-    frozen parameters are bit-identical and all others have moved; only these have moments.
+    """LoRA freezes all but its factors, --freeze more; all others move and have moments.
 
     Break: config.py: freeze = all_but_lora + freeze => freeze = freeze
     """
@@ -791,9 +756,7 @@ def test_frozen_parameters_are_bit_identical_and_have_no_moments():
 
 @pytest.mark.slow
 def test_weight_statistics_equal_numpy():
-    """Counts in 64 bins, extremes, mean and deviation of a matching parameter are NumPy's, and the
-    gradient norms, 0 where frozen, make up the global norm, at steps that are logged; all are zero
-    at others.
+    """The gradient norms make up the global norm. All are zero at steps that are not logged.
 
     Break: step.py: jnp.minimum((N_BINS * fraction) => jnp.minimum(((N_BINS - 1) * fraction)
     """
@@ -839,8 +802,8 @@ def fake_device(platform, i, slice_index):
 
 
 def test_slices_split_the_axis_that_crosses_the_slow_network():
-    """Two groups of four devices are the two halves of dp, or of fsdp where dp is 1, and of no
-    other axis. Devices with a slice index, in any order, need their number of slices.
+    """Groups split dp, or fsdp where dp is 1. Devices with a slice index need their number of
+    slices.
 
     Break: step.py: axis = "fsdp" if sizes["dp"] == 1 else "dp" => axis = "fsdp"
     """
@@ -859,8 +822,7 @@ def test_slices_split_the_axis_that_crosses_the_slow_network():
 
 
 def test_make_mesh_infers_one_size():
-    """A size of -1 becomes the number of devices that the others leave, in a fixed order of axes.
-    Sizes that do not use all devices are a ValueError.
+    """Sizes that do not use all devices are a ValueError.
 
     Break: step.py: len(devices) // n_taken => len(devices)
     """
@@ -886,8 +848,7 @@ def test_check_shapes_names_the_parameter():
 
 
 def test_the_parts_of_a_step_are_named_in_a_profile():
-    """Operations of the compiled step carry the named scopes of the step and of the model, whose
-    scopes are forward and backward.
+    """The model's scopes are forward and backward.
 
     Break: model.py: with jax.named_scope("mlp"): => with jax.named_scope("attention"):
     """
@@ -903,8 +864,7 @@ def test_the_parts_of_a_step_are_named_in_a_profile():
 
 
 def test_batches_of_any_rank_learn_over_a_mesh():
-    """Images of rank 3 with labels of rank 1, in 4 microbatches of 8 over dp, fsdp and tp: the loss
-    falls below a half.
+    """Images of rank 3 with labels of rank 1, in 4 microbatches: the loss falls below a half.
 
     Break: step.py: jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0) =>
     x.reshape(-1, A, *x.shape[1:])
@@ -935,9 +895,7 @@ def test_batches_of_any_rank_learn_over_a_mesh():
 
 
 def vector_loss(params, batch, cfg):
-    """linear_loss, and vectors of sums: a histogram of x, counted by rows; the sums of y where it
-    is above 1, by column; and the squares of x by row, split over the mesh.
-    """
+    """linear_loss, and vectors of sums: a histogram, sums by column, and squares split by row."""
     sums, counts = linear_loss(params, batch, cfg)
     bins = jnp.clip((50 * (batch["x"] + 2)).astype(jnp.int32), 0, 199)
     above = batch["y"] > 1
@@ -959,9 +917,8 @@ def vector_sums(batch):
 
 
 def test_sums_may_be_vectors():
-    """Sums of several shapes, with a scalar count and one each, are means in the metrics of an
-    accumulated step, 0 where the count is 0, and sums and counts in an evaluation, to 1e-6. All are
-    replicated, though the loss leaves one split over the mesh.
+    """They are means in the metrics of an accumulated step, 0 where the count is 0, and sums in an
+    evaluation, to 1e-6; all replicated.
 
     Break: step.py: jit(eval_fn, out_shardings=replicated) => jit(eval_fn)
     """
@@ -985,9 +942,7 @@ def test_sums_may_be_vectors():
 
 
 def test_evaluation_adds_up_in_float64_and_can_be_stopped():
-    """Sums of 2**24 and 1, which float32 would round, add up exactly, whatever the number of
-    batches. No batch gives no sums. Once stopped() is true, the result is None and no further batch
-    is taken.
+    """Sums that float32 would round add up exactly. Once stopped() is true no batch is taken.
 
     Break: step.py: jax.tree.map(np.float64, => jax.tree.map(np.float32,
     """
@@ -1038,8 +993,7 @@ def test_loss_optimizer_and_step_can_be_replaced():
 
 
 def test_init_takes_given_parameters():
-    """init with parameters gives step 0, the given parameters bit for bit, sharded and in the same
-    memory, and moments of 0.
+    """Bit for bit, sharded and in the same memory, with step 0 and moments of 0.
 
     Break: step.py: init_fn(key, cfg) | (params or {}) => init_fn(key, cfg)
     """
@@ -1062,9 +1016,8 @@ def test_init_takes_given_parameters():
     ({}, {"parameters": 48, "moments": 64 + 4}),
     (dict(offload_optimizer=True), {"parameters": 48, "moments": 4, "moments in host memory": 64})])
 def test_memory_by_kind_equals_a_hand_count(change, kinds):
-    """On each of dp 2, fsdp 2, tp 2, in bytes: w [8, 4] has 8 numbers and 4 of each moment, b [4]
-    four of each, Adam a count. The total is these, step and skipped, 4 of 16 rows of x and y,
-    temporaries, six metrics, the learning rate, and XLA's pointers to results.
+    """The total is also step and skipped, 4 of 16 rows of x and y, temporaries, six metrics, the
+    learning rate, and XLA's pointers to results.
 
     Break: step.py: stats.argument_size_in_bytes + added_bytes(compiled) => added_bytes(compiled)
     """
@@ -1077,8 +1030,7 @@ def test_memory_by_kind_equals_a_hand_count(change, kinds):
 
 
 def test_memory_of_a_device():
-    """A CPU's eight devices divide the memory that the kernel reports. For a device that is not
-    present it is the table's, or None.
+    """A CPU's devices divide what the kernel reports; without a device it is the table's, or None.
 
     Break: step.py: kind.startswith(name) => name.startswith(kind)
     """
@@ -1124,8 +1076,8 @@ SAVERS = [{"grad_accum_steps": 2}, {"grad_accum_steps": 4}, {"remat": "full"}, {
 
 
 def made_up_peak(changes):
-    """Bytes of a step: 1000 GiB for the state, or 500 with moments in host memory; for each of 4
-    rows of a microbatch 100, or 40 in tiles. --remat has no effect.
+    """Bytes of a step: 1000 GiB for the state, or 500; 100 for each row, or 40. --remat does
+    nothing.
     """
     state = 500 if "offload_optimizer" in changes else 1000
     row = 40 if "mlp_tiles" in changes else 100
@@ -1141,9 +1093,8 @@ def made_up_peak(changes):
     (530, "a smaller --batch_size, or more devices along fsdp, tp or sp (540 GiB with "
           "--grad_accum_steps 4 --mlp_tiles 8 --offload_optimizer)")])
 def test_flags_are_added_until_a_run_fits(limit, words):
-    """Flags are added in their order until the run fits, but not the one without effect. A run
-    that seemed to fit, also on a device of unknown memory, has to save a tenth. Where only two
-    flags together can be compiled, neither is dropped.
+    """In their order, without those that have no effect. A run that seemed to fit has to save a
+    tenth. Where only two flags together compile, both stay.
 
     Break: step.py: new_peak < 0.99 * peak => new_peak <= peak
     """
@@ -1178,8 +1129,7 @@ def test_lack_of_memory_is_explained():
 
 
 def test_a_program_that_does_not_fit_is_an_error_in_gib(monkeypatch):
-    """A step or an evaluation that needs more than a device has is a MemoryError with both, and
-    with the parameters and moments, in GiB. On a device of unknown memory all fits.
+    """With parameters and moments. On a device of unknown memory all fits.
 
     Break: step.py: kinds["total"] > limit: => kinds["total"] > 2 * limit:
     """
@@ -1201,8 +1151,7 @@ def test_a_program_that_does_not_fit_is_an_error_in_gib(monkeypatch):
     ("AuthenticAMD", "avx2 avx512f", "float32"), ("AuthenticAMD", "avx512f avx512_bf16", "mixed"),
     ("GenuineIntel", "avx512f avx512_bf16", "float32"), ("GenuineIntel", "amx_bf16 avx2", "mixed")])
 def test_dtype_auto_is_the_fastest_of_the_device(monkeypatch, tmp_path, vendor, flags, on_cpu):
-    """auto is bfloat16, but float16 on NVIDIA's GPUs without bfloat16; on a CPU it is mixed if that
-    multiplies bfloat16 faster than float32, else float32. Any other dtype is kept.
+    """mixed on a CPU that multiplies bfloat16 faster than float32. Any other dtype is kept.
 
     Break: step.py: {"AuthenticAMD", "avx512_bf16"} <= words: => "avx512_bf16" in words:
     """
@@ -1222,8 +1171,7 @@ def test_dtype_auto_is_the_fastest_of_the_device(monkeypatch, tmp_path, vendor, 
     ("tpu", None, "tpu"), ("cpu", None, "cpu"),
 ])
 def test_a_gpu_is_known_by_its_compute_capability(platform, capability, known):
-    """NVIDIA's have a number, AMD's a name. Only NVIDIA's get the option for deterministic sums,
-    and only with cfg.deterministic. This XLA knows the option.
+    """NVIDIA's is a number, AMD's a name. Only NVIDIA's get the option for deterministic sums.
 
     Break: step.py: return "cuda" if float(capability) >= 8 => return "cuda" if capability >= "8"
     """
@@ -1239,9 +1187,8 @@ def test_a_gpu_is_known_by_its_compute_capability(platform, capability, known):
 
 
 def test_forms_that_xla_miscompiles_are_right_with_our_options():
-    """The known forms, compiled for a CPU, equal float64 NumPy. Without the options some do not.
+    """They equal float64 NumPy. Skipped with a notice once all are right without the options too.
 
-    Skipped with a notice, after the check, once all are right without the options as well.
     Break: step.py: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"} => "LIBRARY_FUSION_TYPE_DOT"}
     """
     options = step.compiler_options(types.SimpleNamespace(deterministic=False), jax.devices()[0])
