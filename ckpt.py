@@ -1080,8 +1080,7 @@ def lock_bucket(root, out_dir):
 
 # ---- sources of weights
 
-def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, select,
-                 wanted=None, log=print):
+def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, select, wanted=None):
     """The source of each text (see `parse_source`), with "take": {saved name: name} of the
     parameters to load from it. The last of several sources with a parameter wins.
 
@@ -1101,7 +1100,7 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, s
     is_complete = False  # patterns may exclude parameters, or no source is strict
     for text in reversed(texts):  # the last source with a parameter gives it
         source = parse_source(text)
-        source |= open_weights(source["path"]) or _open_checkpoint(source, find_mismatches, log)
+        source |= open_weights(source["path"]) or _open_checkpoint(source, find_mismatches)
         names, wrong = choose_names(source, shapes, select)
         errors += [f"{source['path']}: {error}" for error in wrong]
         take = {saved_name: name for name, saved_name in names.items()
@@ -1123,14 +1122,14 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, s
     return sources
 
 
-def _open_checkpoint(source, find_mismatches, log=print):
+def _open_checkpoint(source, find_mismatches):
     """"names": {saved name: shape}, "read": {saved name: like} -> {saved name: array}, "summary"
     and "mismatches" of a source of `parse_source` that is a run's out_dir or a folder of
     checkpoints.
     """
     path, which = source["path"], source["checkpoint"]
     # Checkpoints of a run, or those in the folder itself.
-    root, meta = broadcast_from_main(lambda: root_of(path)), {}
+    root = broadcast_from_main(lambda: root_of(path))
     if not any(broadcast_from_main(partial(steps_by_kind, root)).values()):
         root = path
     if which:
@@ -1141,16 +1140,11 @@ def _open_checkpoint(source, find_mismatches, log=print):
         raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
                          "--out_dir, a folder of checkpoints, one of Hugging Face weights, or "
                          f"hf://{path}")
-    names = {}
-    for name, layout in meta["arrays"].items():
-        if name.startswith("params/"):
-            names[name.removeprefix("params/")] = layout["shape"]
+    names = {name.removeprefix("params/"): layout["shape"]
+             for name, layout in meta["arrays"].items() if name.startswith("params/")}
 
     def read(like):
-        if which:
-            return restore(root, meta["step"], {"params": like}, meta)["params"]
-        _, tree = restore_newest(root, {"params": like}, log)
-        return tree["params"]
+        return restore(root, meta["step"], {"params": like}, meta)["params"]
 
     return {"names": names, "read": read,
             "summary": f"{path} at step {meta['step']} of run {meta.get('run_id')}",

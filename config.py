@@ -322,8 +322,8 @@ def parse(argv, kind=Config):
     values = _merge(from_run or from_branch, from_file, typed)
     values["explicit"] = tuple(sorted(values))
     values["out_dir"] = out_dir
-    if from_run:
-        values["config"] = from_run["config"]  # the path of its config.json; other values differ
+    if from_run:  # other values than those in its config.json, whose path this is, are changes
+        values["config"] = from_run["config"]
     return kind(**values)
 
 

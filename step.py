@@ -321,8 +321,9 @@ def state_shardings(state, table, mesh, moment_memory=None):
 # ---- supporting
 #
 # Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
-# parts of the state, random keys for the loss, shapes and slices, compilation, devices, memory,
-# digest of the state, peak figures of devices, description of the machine.
+# parts of the state, random keys for the loss, shapes and slices, compilation (which makes the
+# programs of a run from the functions above), devices, memory, digest of the state, peak figures of
+# devices, description of the machine.
 
 
 # ---- schedules

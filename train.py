@@ -1407,7 +1407,7 @@ def open_sources(setup, wanted=None):
         open_weights=lambda path: task["open_weights"](path, cfg),
         expected_names=lambda saved: task["init_names"](table, saved, cfg),
         find_mismatches=find_mismatches, select=partial(model.matching, "init_from"),
-        wanted=wanted, log=print0)
+        wanted=wanted)
 
 
 def place_params(params, like):
