@@ -394,16 +394,16 @@ def saved_shapes(meta):
 def _load(root, meta, name, like):
     """Read the parts of an array that this process needs."""
     layout = meta["arrays"][name]
-    shape, dtype = layout["shape"], np.dtype(layout["dtype"])
     path = step_path(root, meta["step"])
     with _explain(f"checkpoint {path}: array {name} is corrupted"):
         if "data" in layout:
-            stored = np.ndarray(shape, dtype, bytearray.fromhex(layout["data"]))
+            data = bytearray.fromhex(layout["data"])
+            stored = np.ndarray(layout["shape"], layout["dtype"], data)
         else:
             stored = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
         # Read each part that the sharding gives to this process, once, and put the parts together.
-        read = partial(_read_part, stored, dtype, like.dtype)
-        return _assemble(shape, getattr(like, "sharding", None), read)
+        read = partial(_read_part, stored, like.dtype)
+        return _assemble(layout["shape"], getattr(like, "sharding", None), read)
 
 
 def _check_fit(wanted, layouts, path):
@@ -425,13 +425,11 @@ def _check_fit(wanted, layouts, path):
                         f"{'; '.join(errors[:3])}")
 
 
-def _read_part(stored, stored_dtype, dtype, *ranges):
+def _read_part(stored, dtype, *ranges):
     """Read a range of each dim of a TensorStore or NumPy array, and convert it to dtype."""
     part = stored[tuple(slice(r.start, r.stop) for r in ranges)]
     if isinstance(part, ts.TensorStore):
-        memory = _aligned_empty(part.shape, stored_dtype)
-        ts.array(memory).write(part).result()
-        part = memory
+        part = part.read().result()
     return np.asarray(part, dtype)
 
 
@@ -448,14 +446,6 @@ def _assemble(shape, sharding, read):
         return read_once(*ranges)
 
     return jax.make_array_from_callback(tuple(shape), sharding, read_shard)
-
-
-def _aligned_empty(shape, dtype):
-    """New memory, aligned to 64 bytes: on a CPU, JAX uses it without a copy."""
-    n_bytes = prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(n_bytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start:start + n_bytes].view(dtype).reshape(shape)
 
 
 # ---- values from process 0
@@ -1338,7 +1328,7 @@ def _read_block(tensors, names, transposed, dtype, *ranges):
     """
     # The leading dims select tensors, the others are those of a tensor: in its file transposed.
     n_stacked = len(next(iter(names)))
-    block = _aligned_empty([len(r) for r in ranges], dtype)
+    block = np.empty([len(r) for r in ranges], dtype)
     slices = [slice(r.start, r.stop) for r in ranges[n_stacked:]]
     if transposed:
         slices = slices[::-1]

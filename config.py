@@ -516,17 +516,13 @@ def derive_out_dir(cfg):
     A name that is cut, or has lost characters that do not suit a folder, ends in a checksum.
     """
     # The recipe, the checkpoint that a branch leaves, and the preset, file or run of cfg.config.
-    words = []
-    if type(cfg) is not Config:
-        words.append(type(cfg).__name__.removesuffix("Config").lower())
-    if cfg.branch_from:
-        words.append(cfg.branch_from)
+    recipe = type(cfg).__name__.removesuffix("Config").lower()
     source = cfg.config.removesuffix(".json")
     if os.path.basename(cfg.config) == "config.json":  # of a run
         source = os.path.dirname(os.path.realpath(cfg.config))
         if cfg.branch_from or os.path.basename(source) == "default":
             source = ""
-    words.append(source)
+    words = [recipe, cfg.branch_from, source]
     # lr=0.0003, no_qk_norm, data=a.txt+b.txt
     for name, value in _defining_changes(cfg).items():
         flag = _as_flag(name, value).removeprefix("--")

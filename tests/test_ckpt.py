@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of checkpoints: a saved tree comes back bit-exact on any mesh, or not at all; after a kill
-or a power loss at any moment an intact checkpoint remains. Real processes, signals, disks and
-servers.
+"""ckpt.py: a saved tree comes back bit-exact on any mesh, or not at all; after a kill or a power
+loss at any moment an intact checkpoint remains. Real processes, signals, disks and servers.
 """
 import gc
 import json
@@ -102,8 +101,7 @@ def test_a_tree_comes_back_bit_exact_on_any_mesh(tmp_path, shape, n):
 
 
 def test_odd_trees_come_back(tmp_path):
-    """With its own structure, or without one as NumPy arrays in nested dicts: small, large, sharded
-    and empty arrays, 64 bits, bfloat16, lists by position, Python's numbers, a tree of one array.
+    """With its own structure, or without one as NumPy arrays in nested dicts.
 
     Break: ckpt.py: jax.ShapeDtypeStruct(layout["shape"], np.dtype(layout["dtype"])) =>
     jax.ShapeDtypeStruct(layout["shape"], np.float32)
@@ -501,18 +499,12 @@ def test_files_that_no_save_wrote_are_never_deleted(tmp_path):
 
     Break: ckpt.py: sorted(names) if KNOWN_NAMES.fullmatch(name)] => sorted(names)]
     """
-    def add(step):
-        folder = tmp_path / f"{step:09d}"
-        names = ["20261127", "eval.json", "hf", "meta.json.bak", "save-00000000.txt"]
-        for name in names[::2]:
-            (folder / name).mkdir()
-            (folder / name / "weights").write_text("")
-        for name in names[1::2]:
-            (folder / name).write_text("")
-        return folder, names
-
+    folder = tmp_path / "000000001"
+    names = ["20261127", "eval.json", "hf", "meta.json.bak", "save-00000000.txt"]
     save(tmp_path, 1)
-    folder, names = add(1)
+    (folder / "hf").mkdir()
+    for path in ("20261127", "eval.json", "hf/weights", "meta.json.bak", "save-00000000.txt"):
+        (folder / path).write_text("")
     ckpt.delete_leftovers(tmp_path)
     save(tmp_path, 1)
     assert {*names} < {*names_in(folder)} and ckpt.steps(tmp_path) == [1]
@@ -552,9 +544,7 @@ def trace(tmp_path_factory):
 
 
 def calls_of(trace, root):
-    """Return [(name of the call, its paths in root)]; a sync counts where it ends, another call
-    where it begins.
-    """
+    """[(name of the call, its paths in root)], a sync where it ends, another where it begins."""
     calls, begun = [], {}
     for line in trace.read_text().splitlines():
         process, _, call = line.partition(" ")
@@ -577,8 +567,8 @@ def calls_of(trace, root):
 
 
 def states(before, calls):
-    """Return the sets of files that may exist when a save stops, three for each call: all that it
-    did (a kill); only what is synced; that and all deletions (a power loss). A file is (path, age).
+    """The sets of files (path, age) that may exist when a save stops, three for each call: all that
+    it did (a kill); only what is synced; that and all deletions (a power loss).
     """
     def files(entries):
         return frozenset((path, age) for path, age in entries.items() if age != "folder" and all(
@@ -819,9 +809,7 @@ def s3_server(port=0):
 
 @contextmanager
 def gs_server():
-    """Run a server of Google's protocol, by gcp-storage-emulator, which ignores the bounds of a
-    listing.
-    """
+    """Run a server of Google's protocol; add the bounds of a listing, which it ignores."""
     server = pytest.importorskip("gcp_storage_emulator.server",
                                  reason="gcp-storage-emulator is not installed")
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
