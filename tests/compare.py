@@ -2,14 +2,13 @@
 """Compare runs: a table, and a picture of their curves. Also while they train.
 
     python tests/compare.py out/*
-    python tests/compare.py out/* --by 'val_acc>' --csv runs.csv --png curves.png
+    python tests/compare.py out/* --by 'val_acc>' --png curves.png
 
 Reads only config.json, metrics.jsonl and the lock of each folder, and needs no JAX. The table has
 the fields in which the configs differ, and the best run first.
 """
 import argparse
 import contextlib
-import csv
 import fcntl
 import glob
 import importlib.util
@@ -53,20 +52,18 @@ def main(argv):
     parser.add_argument("--by", default="val_loss",
                         help="metric to sort by, as val_loss, 'val_acc>' (the highest first) or "
                              "'loss<' (the lowest first); default: val_loss")
-    parser.add_argument("--csv", default="", help="file for the table, with nothing cut")
     parser.add_argument("--png", help="file for the picture; '' for none; default: compare.png")
     args = parser.parse_args(argv)
     try:
-        compare(args.folders, args.by, args.csv, args.png)
+        compare(args.folders, args.by, args.png)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     return 0
 
 
-def compare(folders, by="val_loss", csv_path="", png_path=None):
-    """Print a table of the runs, and write a picture and a CSV file. Return the runs, the best one
-    first.
+def compare(folders, by="val_loss", png_path=None):
+    """Print a table of the runs and write a picture. Return the runs, the best one first.
 
     by: metric to sort by, with a sign > or < that says which end is better. png_path: "" for no
     picture; None for compare.png if matplotlib is installed.
@@ -91,9 +88,7 @@ def compare(folders, by="val_loss", csv_path="", png_path=None):
     runs.sort(key=lambda run: math.inf if run["best"] is None else direction * run["best"])
     fields = differing_fields(runs)
 
-    # Write the files first: whoever reads the table may close it early.
-    if csv_path:
-        write_csv(csv_path, runs, fields)
+    # Draw first: whoever reads the table may close it early.
     curves = "" if png_path == "" else f"no curves are drawn: {missing}"
     if png_path != "" and can_draw:
         draw(png_path or "compare.png", runs, by, direction, train_name)
@@ -382,7 +377,7 @@ def format_table(columns, width):
     lines = [line.rstrip() for line in lines]
     dropped = [column["title"] for column in columns if column not in kept]
     if dropped:
-        lines.append(f"no room for {listed(dropped, 8)}: widen the terminal, or use --csv FILE")
+        lines.append(f"no room for {listed(dropped, 8)}: widen the terminal, or write to a file")
     return lines
 
 
@@ -401,26 +396,11 @@ def shorten(text, width):
     return text[:width - 2 - n_end] + ".." + text[len(text) - n_end:]
 
 
-def write_csv(path, runs, fields):
-    """Write one row per run: the fields that differ, and what the run has reached, uncut."""
-    rows = []
-    for run in runs:
-        row = {"run": run["run"]}
-        row |= {name: format_field(name, run["config"].get(name)) for name in fields}
-        row |= {name: x for name, x in run.items() if name not in ("config", "rows", "named")}
-        rows.append(row | run["named"])
-    titles = dict.fromkeys(title for row in rows for title in row)
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, titles)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 # ---- the picture
 
 N_COLOURED = 10  # the best runs, with a colour and a line in the legend; the others are grey
 SMOOTH_FRAC = 0.04  # a training curve shows means over this fraction of its log rows on each side
-EARLY_FRAC = 0.2  # first fraction of a run's points, which may lie outside the picture
+EARLY_FRAC = 0.2  # first fraction of a loss's points, which may lie outside the picture
 
 
 def draw(path, runs, by, direction, train_name):
@@ -498,16 +478,18 @@ def smooth(values):
 
 
 def y_range(runs, direction):
-    """(low, high) of the picture: from the best point of any run to the worst one after the first
-    EARLY_FRAC of a run. Curves that are far worse than most, as after they diverged, do not count.
+    """(low, high) of the picture: from the best point of any run to the worst one, for losses after
+    the first EARLY_FRAC of a run. Curves that are far worse than most, as after they diverged, do
+    not count.
     """
+    early_frac = EARLY_FRAC if direction == 1 else 0  # what rises is bounded: show all of it
     best, worst = [], []  # as if less were better
     for run in runs:
         for each in run["curves"]:
             values = direction * each["values"][np.isfinite(each["values"])]
             if len(values):
                 best.append(values.min())
-                worst.append(values[int(EARLY_FRAC * len(values)):].max())
+                worst.append(values[int(early_frac * len(values)):].max())
     if not best:
         return None, None
     top = min(best)

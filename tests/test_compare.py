@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """compare.py on real runs of train.py, and on logs that a run writes rarely."""
-import csv
 import dataclasses
 import json
 import math
@@ -213,26 +212,9 @@ def test_the_table_fits_the_terminal(tmp_path, monkeypatch, capsys):
         for i, line in enumerate(table[1:]):
             assert line.startswith("data=") and line[state:] == "stopped"
             assert line[:best_end].endswith(f" {1 + i / 10:.4f} @40")
-
-
-def test_csv_has_everything_uncut(tmp_path):
-    """The CSV file has all fields that differ and each validation set at the best step.
-
-    Break: tests/compare.py: rows.append(row | run["named"]) => rows.append(row)
-    """
-    long_name = "x" * 200
-    write_run(tmp_path / long_name, rows_falling_to(1.5, **{"val_loss/code": 1.25}), seed=1,
-              data=("a.txt", "b.txt"), steps=40)
-    write_run(tmp_path / "b", rows_falling_to(1.0), steps=40)
-    path = tmp_path / "runs.csv"
-    compare.compare([str(tmp_path / "*")], csv_path=str(path), png_path="")
-    with open(path, newline="", encoding="utf-8") as file:
-        first, second = csv.DictReader(file)
-    assert (first["name"], second["name"]) == ("b", long_name)
-    assert (second["seed"], second["data"], first["data"]) == ("1", "a.txt b.txt", "-")
-    assert (second["val_loss/code"], first["val_loss/code"]) == ("1.25", "")
-    assert float(second["best"]) == pytest.approx(1.5)
-    assert (second["best_step"], second["state"], second["wall_s"]) == ("40", "finished", "11.0")
+    monkeypatch.delenv("COLUMNS")
+    compare.compare([str(tmp_path / "*")], png_path="")
+    assert "  val_loss/code  val_loss/prose  " in capsys.readouterr().out  # not a terminal
 
 
 def test_sort_by_another_metric(tmp_path, capsys):
@@ -249,8 +231,7 @@ def test_sort_by_another_metric(tmp_path, capsys):
     assert runs[0]["best"] == pytest.approx(0.9)
     for argv, message in (([low, "--by", "val_los"], "no run has logged this metric; there are"),
                           ([low, "--by", ">"], "must be the name of a metric"),
-                          ([str(tmp_path)], "name folders with a config.json"),
-                          ([low, "--png", "", "--csv", str(tmp_path / "no/x.csv")], "no/x.csv")):
+                          ([str(tmp_path)], "name folders with a config.json")):
         assert compare.main(argv) == 2
         assert message in capsys.readouterr().err
     assert compare.main([low, low, "--png", ""]) == 0
@@ -291,6 +272,8 @@ def test_curves_are_those_of_the_logs(tmp_path):
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert texts == ["0  1.0000  stopped", "1  1.1000  stopped", "2  1.2000  stopped",
                      "diverged  1e+06  stopped"]
+    rising = {"curves": [{"values": np.linspace(0, 0.9, 40)}]}
+    assert compare.y_range([rising], -1) == pytest.approx([-0.045, 0.945])
 
 
 def test_many_runs_have_a_short_legend(tmp_path):

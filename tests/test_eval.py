@@ -101,8 +101,7 @@ UNIGRAM = train.TEXT | {
 
 @pytest.mark.parametrize("size, accum", [(0, 2), (24, 2)])
 def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
-    """Loss, accuracy and labels of each set and of all are those of float64 NumPy, with batches of
-    training or larger ones; the screen has a line for each, and JSON.
+    """Loss, accuracy and labels of each set and of all, in the summary and on the screen.
 
     Break: train.py: sums_of[""] = jax.tree.map(lambda *values: sum(values), *sums_of.values()) =>
     sums_of[""] = jax.tree.map(lambda *values: max(values), *sums_of.values())
@@ -214,8 +213,7 @@ def test_a_long_evaluation_has_a_progress_bar_on_a_terminal(monkeypatch, capsys)
 
 
 def test_the_end_of_a_run_has_the_best_validation_loss_of_all_launches(tiny, capsys):
-    """The first of equal losses is the best, also over launches, and one that is not finite never
-    is.
+    """The first of equal losses is the best, and one that is not finite never is.
 
     Break: train.py: progress["last_metrics"] = saved["last_metrics"] => pass
     """

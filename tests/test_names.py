@@ -161,15 +161,13 @@ def opens_without_encoding(path):
     """Lines of a file that open another file as text and do not name its encoding."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Call):
-            continue
-        call = ast.unparse(node.func)
-        is_binary = any(isinstance(arg, ast.Constant) and "b" in str(arg.value)
-                        for arg in node.args[-1:])
-        is_text = call == "open" or call.endswith(("_text", ".fdopen", "TextIOWrapper"))
-        is_text = is_text and call.endswith(("open", "read_text", "write_text", "Wrapper"))
-        if is_text and not is_binary and "encoding" not in {word.arg for word in node.keywords}:
-            found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+        if isinstance(node, ast.Call):
+            name, call = ast.unparse(node.func), ast.unparse(node)
+            opens = name == "open" or name.endswith(
+                (".fdopen", "TextIOWrapper", ".read_text", ".write_text"))
+            is_binary = re.search(r"'[rwax]b\+?'", call)
+            if opens and not is_binary and "encoding=" not in call:
+                found.append(f"{path.name}:{node.lineno}: {call}")
     return found
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +26,6 @@ import prune
 SHARDED = dict(dp=1, fsdp=4, tp=2, dtype="float32")
 
 
-def kill_after_save(step, cfg):
-    """Return a hook that kills the process at the metrics of `step`, once a checkpoint is saved."""
-    kill = kill_at(step)
-
-    def hook(event, value):
-        while event == "step" and value["step"] == step and not ckpt.steps(f"{cfg.out_dir}/ckpt"):
-            time.sleep(0.01)
-        kill(event, value)
-    return hook
-
-
 def pruned_by_numpy(new, old, step, sparsity, first, last, every):
     """The parameters after the step old => new is pruned, by sorting each matrix."""
     new = np.where((old == 0) & (step > first + 1), 0, new)
@@ -52,8 +40,7 @@ def pruned_by_numpy(new, old, step, sparsity, first, last, every):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pruning_is_that_of_numpy(dtype):
-    """After each of 12 steps over 8 devices exactly the smallest weights of each matrix are zero,
-    and stay zero, as in NumPy.
+    """After each of 12 steps over 8 devices the smallest weights are zero, and stay zero.
 
     Break: tests/recipes/prune.py: jnp.where(was_pruned, 0, new["params"][name]) =>
     new["params"][name]
@@ -92,14 +79,13 @@ def test_pruning_is_that_of_numpy(dtype):
 def train_pruned(cfg, kill_step=None):
     hooks = [prune.prune_to(sparsity=0.75, first=2, last=9, every=2)]
     if kill_step:
-        hooks.append(kill_after_save(kill_step, cfg))
+        hooks.append(kill_at(kill_step, cfg))
     return train.main(cfg, hooks)
 
 
 @pytest.mark.slow
 def test_a_pruned_run_resumes_bit_exactly(tiny):
-    """A run killed between two prunings resumes bit-exactly; zeros stay, and rows have the
-    sparsity.
+    """Killed between two prunings; zeros stay, and log rows have the sparsity.
 
     Break: tests/recipes/prune.py: (state["step"] > first) => (state["step"] % 4 != 0)
     """
@@ -181,14 +167,13 @@ def student(tiny_cfg, **changes):
 def train_student(cfg, kill_step=None):
     hooks = []
     if kill_step:
-        hooks.append(kill_after_save(kill_step, cfg))
+        hooks.append(kill_at(kill_step, cfg))
     return train.main(cfg, hooks, distill.TASK)
 
 
 @pytest.mark.slow
 def test_a_student_resumes_bit_exactly_and_its_teacher_does_not_change(tiny):
-    """A killed student resumes bit-exactly; the teacher is sharded, untrained and not saved, and
-    the KL is NumPy's.
+    """The teacher is sharded, untrained and not saved, and the KL is NumPy's.
 
     Break: tests/recipes/distill.py: "init": ("constant", 0.0), "trained": False =>
     "init": ("constant", 0.0), "trained": True
@@ -233,8 +218,7 @@ def test_a_student_resumes_bit_exactly_and_its_teacher_does_not_change(tiny):
 
 @pytest.mark.slow
 def test_an_unsuitable_teacher_is_rejected(tiny, tmp_path):
-    """A teacher that is missing, incomplete or of another vocabulary, and losses that distillation
-    lacks, are rejected.
+    """It is missing, incomplete or of another vocabulary; and losses that distillation lacks.
 
     Break: tests/recipes/distill.py: for name in ("tokenizer", "vocab_size") => for name in ()
     """

@@ -31,10 +31,14 @@ RESUMED = "from its own checkpoint, at step 4\n"
 NO_DATA = "data 'missing.txt': no such file"
 
 
-def kill_at(step):
-    """Return a hook that kills the process with SIGKILL at the metrics of `step`."""
+def kill_at(step, cfg=None):
+    """Return a hook that kills the process with SIGKILL at the metrics of `step`; with cfg, once
+    the run has a checkpoint.
+    """
     def hook(event, value):
         if event == "step" and value["step"] == step:
+            while cfg and not ckpt.steps(f"{cfg.out_dir}/ckpt"):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
     return hook
 

@@ -55,9 +55,7 @@ def letters(train, steps):
 
 
 def test_windows_come_one_after_the_other(folder, tmp_path, capsys):
-    """Files are read in order of the numbers in their names, each to its end before the next, and
-    again in the next epoch in another order. An empty file is skipped. A file without a sequence,
-    or without a text, is skipped and logged.
+    """In order of the numbers in their names, each to its end; empty ones are skipped.
 
     Break: tests/recipes/windows.py: int(word) if word.isdecimal() else word => word
     """
@@ -103,9 +101,7 @@ def test_caps_and_repeats(fields, wanted, folder):
 
 
 def test_a_day_is_all_files_with_its_text(folder, tmp_path):
-    """Files in whose paths {day} stands for the same text are one window; all of {day} in a path
-    must be equal. window_steps caps each pass over it. A file without a day is refused, and so is
-    one that joins a window after it began.
+    """window_steps caps each pass. Files without a day, or that join a window late, are refused.
 
     Break: tests/recipes/windows.py: (*found.get(name, ()), path) => (path,)
     """
@@ -134,9 +130,7 @@ def test_a_day_is_all_files_with_its_text(folder, tmp_path):
 
 
 def test_a_growing_folder(folder, tmp_path):
-    """A file that appears while an earlier one is read comes next. Opened again, a run has the same
-    batches although the folder has grown, also from the checkpoint's list alone. A file that has
-    changed since is refused, also one with as many examples.
+    """New files come next; opened again, a run has the same batches. Changed files are refused.
 
     Break: tests/recipes/windows.py: _read_jsonl(windows["path"]) or windows["order"] =>
     windows["order"]
@@ -167,9 +161,7 @@ def test_a_growing_folder(folder, tmp_path):
 
 
 def test_a_killed_run_continues_in_the_windows_that_it_had_begun(folder, tmp_path, monkeypatch):
-    """A killed run continues in the windows begun after its last save, although an earlier file has
-    appeared since. A list of windows that does not begin as the checkpoint's is from another run.
-    Only process 0 writes the list.
+    """An earlier file has appeared since; another run's list is ignored; process 0 writes it.
 
     Break: tests/recipes/windows.py: if saved and begun[: len(saved)] == saved: => if False:
     """
@@ -199,8 +191,7 @@ def test_a_killed_run_continues_in_the_windows_that_it_had_begun(folder, tmp_pat
 
 
 def test_waiting_for_a_window(folder, tmp_path, capsys):
-    """With wait_s there is no batch until a file appears, and then the batch is from that file.
-    After wait_s the wait ends.
+    """With wait_s there is no batch until a file appears, or until wait_s are over.
 
     Break: tests/recipes/windows.py: if _must_wait(cfg, windows): => if False:
     """
@@ -221,8 +212,7 @@ def test_waiting_for_a_window(folder, tmp_path, capsys):
 
 
 def test_a_file_that_is_still_copied(tmp_path):
-    """A file of a growing folder is read rest_s after its last change, not before, although a copy
-    has an old time of modification.
+    """It is read rest_s after its last change, although a copy has an old time of modification.
 
     Break: tests/recipes/windows.py: os.stat(path).st_ctime => os.stat(path).st_mtime
     """
@@ -250,8 +240,7 @@ def test_a_file_that_is_still_copied(tmp_path):
 
 
 def test_windows_without_a_label(tmp_path, capsys):
-    """A file without a label is skipped, and says so. The summary and the
-    examples are those of the first file that is not.
+    """They are skipped and named; summary and examples are those of the first other file.
 
     Break: tests/recipes/windows.py: dataset["n"] = 0 => pass
     """
@@ -293,10 +282,8 @@ def days(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_in_windows_resumes_after_the_folder_has_grown(days, tmp_path):
-    """An evaluation follows each window. A run stops within a window, and new files appear, one of
-    which sorts before the files already read. The resumed run first reads the windows it had
-    planned, then the new files; meta.json lists the windows seen. Hooks get the name of each file
-    before its first batch.
+    """A run that stopped within a window first reads the windows it had begun, then the new files;
+    an evaluation follows each window, and hooks get the name of each file before it.
 
     Break: train.py: intervals["eval"] = {"window": 1} | intervals["eval"] => pass
     """
@@ -346,9 +333,8 @@ def train_days(cfg, kill_step=0):
 
 @pytest.mark.slow
 def test_capped_days_are_evaluated_on_the_next_one_and_resume_bit_exactly(days, tmp_path):
-    """A day is a folder of files, of which a pass takes two steps. After it the run evaluates on
-    the next day; after the last day it does not. A run that was killed within a day ends with the
-    parameters, moments and evaluations of one that was not.
+    """A pass takes two steps of a day, and then the run evaluates on the next day; after a kill
+    within a day all ends the same.
 
     Break: tests/recipes/windows.py: min(window["n"], most or window["n"]) => window["n"]
     """
@@ -370,8 +356,7 @@ def test_capped_days_are_evaluated_on_the_next_one_and_resume_bit_exactly(days, 
 
 
 def test_a_new_run_ignores_the_windows_of_an_earlier_run(days):
-    """A run that was killed before its first save has left a list of windows. A new run ignores
-    this list.
+    """A run that was killed before its first save has left a list of windows.
 
     Break: train.py: (meta.get("data", {}).get("windows", [])) =>
     (meta["data"]["windows"]) if meta else None
@@ -387,8 +372,7 @@ def test_a_new_run_ignores_the_windows_of_an_earlier_run(days):
 
 @pytest.mark.slow
 def test_the_stop_file_ends_the_wait_for_data(days, capsys):
-    """The folder has no new file. The run logs and prints once that it waits for data, and the
-    stop file ends it a second later.
+    """The run logs and prints once that it waits for data; a stop file ends it a second later.
 
     Break: train.py: stopped=lambda: poll_requests(run, step, progress, is_waiting=True), =>
     stopped=bool,
