@@ -121,38 +121,6 @@ def test_loss_and_gradient(n_tiles):
                                    err_msg=name)
 
 
-@pytest.mark.slow
-def test_log_probs_over_a_mesh():
-    """Over a mesh and in tiles, log-probabilities and a gradient equal those of one device.
-
-    Break: model.py: return jnp.moveaxis(tiles, 0, 2).reshape(B, n * t, *rest) =>
-    return jnp.moveaxis(tiles, 0, 1).reshape(B, n * t, *rest)
-    """
-    cfg = dataclasses.replace(SMALL, vocab_size=48)
-    params = model.init(jax.random.key(0), cfg)
-    ids = np.random.default_rng(0).integers(0, 48, (2, 8, 12))
-    batch = {"tokens": jnp.int32(ids[0]), "labels": jnp.int32(ids[1]).at[:, :5].set(model.IGNORE)}
-
-    def run(params, batch, n_tiles):
-        def total(params):
-            found = dpo.label_log_probs(
-                params, batch, dataclasses.replace(cfg, logit_tiles=n_tiles))
-            return (found ** 2).sum(), found
-        return jax.grad(total, has_aux=True)(params)
-
-    want = jax.jit(run, static_argnums=2)(params, batch, 1)
-    mesh = jax.make_mesh((1, 2, 1, 2, 2), ("dp", "fsdp", "ep", "tp", "sp"),
-                         axis_types=(jax.sharding.AxisType.Auto,) * 5)
-    place = {name: jax.NamedSharding(mesh, row["spec"])
-             for name, row in model.param_table(cfg).items()}
-    rows = jax.NamedSharding(mesh, jax.P(model.BATCH_AXES, "sp"))
-    with jax.set_mesh(mesh):
-        got = jax.jit(run, static_argnums=2)(
-            jax.device_put(params, place), jax.device_put(batch, rows), 3)
-    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * np.abs(a).max())
-
-
 def test_rows(tmp_path, capsys):
     """Rows of 7 bytes equal those written by hand; dots are ends and padding, dashes ignored
     labels.

@@ -53,12 +53,11 @@ def locals_that_lie(call, lengths):
 
 
 def test_suffixes_are_shapes(monkeypatch):
-    """Each suffixed local of loss_fn and generate has the dims of its letters, at sizes that no two
-    letters share.
+    """Each suffixed local of loss_fn and generate has the dims of its letters.
 
     T is the prompt's length, half of it in attention, 1 when decoding, or the new tokens; S is T,
-    the first half, or the length of the cache; C, the capacity of an expert, is all T. At least 20
-    names. By blocks, whose gradient is traced too, attention has n parts of t queries and s keys.
+    the first half, or the length of the cache; C, the capacity of an expert, is all T. By blocks
+    attention has n parts of t queries and s keys.
     Break: model.py: q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H) =>
     q_BKGTH = H**-0.5 * q_BNTH.reshape(B, N // K, K, T, H).swapaxes(1, 1)
     """
@@ -92,8 +91,7 @@ def test_suffixes_are_shapes(monkeypatch):
 
 
 def test_every_break_is_a_line_of_the_code():
-    """What each test names as the break that makes it fail stands exactly once in its file, so that
-    tests/mutate.py can apply it.
+    """Each stands exactly once in its file, so that tests/mutate.py can apply it.
 
     Break: train.py: wait_until_idle=lambda: => wait_until_idle = lambda:
     """
@@ -136,8 +134,7 @@ def definitions(tree):
 
 
 def test_each_file_has_a_spine_and_rooms_with_banners():
-    """Each of the six files has one line `# ---- supporting` and, later, one `# ---- optional`.
-    Below the latter everything stands in a room with a banner. No other module stands at the top.
+    """One line `# ---- supporting`, later one `# ---- optional`, below which all is in a room.
 
     Break: ckpt.py: # ---- verify => # verify
     """
@@ -172,8 +169,7 @@ def opens_without_encoding(path):
 
 
 def test_text_files_are_utf_8_in_every_locale():
-    """Each file that is opened as text names its encoding, in the six files and in what users run
-    beside them.
+    """Each file that is opened as text names its encoding.
 
     Break: ckpt.py: partial_path.write_text(text, encoding="utf-8") => partial_path.write_text(text)
     """

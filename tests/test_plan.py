@@ -89,8 +89,7 @@ def of_text(result, op, operands="%x", rest=PAIRS, more="", slices=1):
 ])
 @pytest.mark.parametrize("form", ["now", "start", "wrapped"])
 def test_every_operand_of_a_collective_is_counted(kind, one, both, sent, form):
-    """Of one and of two operands, finished at once or started and awaited, as XLA prints both
-    forms of the latter: one collective, and the bytes that each of two devices sends.
+    """Of one and of two operands, finished at once or started and awaited, in both forms of XLA.
 
     Break: tests/plan.py: result = result[1] => result = jax.tree.leaves(result)[1]
     """
@@ -115,8 +114,7 @@ def test_every_operand_of_a_collective_is_counted(kind, one, both, sent, form):
 
 
 def test_a_send_through_the_host_is_a_collective_between_slices():
-    """What TPUs send between slices goes by the name of its collective, along the axes that cross
-    slices, with the bytes of a ring of so many slices.
+    """It has the name of its collective, the axes that cross slices, and the bytes of a ring.
 
     Break: tests/plan.py: if op == "send" and through_host: => if op == "recv" and through_host:
     """
@@ -138,8 +136,7 @@ HOST = "f32[8,6]{1,0:S(5)}"  # host memory
     (None, X),
 ])
 def test_what_goes_to_the_host_is_counted_once(op, result):
-    """A copy of an array, and of a layer's part of a stack, into host memory and back, as XLA
-    writes them for TPUs: the bytes of what moves.
+    """A copy of an array, and of a layer's part of a stack, as XLA writes them for TPUs.
 
     Break: tests/plan.py: min((n for n in jax.tree.leaves(result) if n > 8), default=0) =>
     sum(result[1:])
@@ -148,8 +145,7 @@ def test_what_goes_to_the_host_is_counted_once(op, result):
 
 
 def test_what_an_operation_writes_is_what_it_results_in():
-    """A fusion writes its result and nothing within; a collective in two halves writes once; a
-    tuple's arrays count each; parameters write nothing.
+    """Nothing within a fusion counts, nor the second half of a collective, nor parameters.
 
     Break: tests/plan.py: if not (fused or in_place => if not (in_place
     """
@@ -195,8 +191,7 @@ def test_groups_in_every_notation(groups, first):
 # ---- programs compiled for eight devices
 
 def test_traffic_is_what_was_written():
-    """Collectives written by hand, one of them in a loop of five turns: kind, axes, count and the
-    bytes that a ring sends; and the loop's own writes five times.
+    """Collectives written by hand, one of them, and other writes, in a loop of five turns.
 
     Break: tests/plan.py: _trip_count(line, bodies) if op == "while" else 1 => 1
     """
@@ -223,9 +218,8 @@ def test_traffic_is_what_was_written():
 
 
 def test_ulysses_moves_heads_and_gathers_no_sequence():
-    """Over sp 4 a step's all-to-alls are two a layer forward (q, k and v together, and back) and
-    two backward, of (sp - 1) / sp of each array's part; what else crosses sp is weights and
-    gradients, which fsdp and sp share out, and scalars.
+    """Over sp 4 a step has two all-to-alls a layer forward and two backward; what else crosses sp
+    is weights, gradients and scalars.
 
     Break: model.py: if mixed or _axis_size("sp") == 1 => if True
     """
@@ -242,8 +236,7 @@ def test_ulysses_moves_heads_and_gathers_no_sequence():
 
 @pytest.mark.slow
 def test_experts_move_by_all_to_all_alone():
-    """Over ep a step's all-to-alls are two a layer forward, to the experts and back, and two
-    backward, of (ep - 1) / ep of each device's slots.
+    """Over ep a step has two all-to-alls a layer forward and two backward, of its slots.
 
     Break: model.py: _shard(_shard(x_BPECD, *by_row), *by_expert) =>
     _shard(x_BPECD, *by_expert)
@@ -256,8 +249,7 @@ def test_experts_move_by_all_to_all_alone():
 
 @pytest.mark.slow
 def test_tiles_gather_their_weights_once():
-    """Over fsdp and sp, a step of four tiles of MLP and logits sends no more than a tenth above one
-    of two.
+    """A step of four tiles sends at most a tenth more than one of two.
 
     Break: model.py: return jax.shard_map(f, in_specs=in_specs =>
     return f or jax.shard_map(f, in_specs=in_specs
@@ -271,7 +263,7 @@ def test_tiles_gather_their_weights_once():
 
 @pytest.mark.slow
 def test_what_crosses_slices_is_known():
-    """Of two groups of four devices: what goes along fsdp crosses between them, and nothing else.
+    """Between two groups of four devices crosses what goes along fsdp, and nothing else.
 
     Break: tests/plan.py: {int(slice_of.flat[i]) for i in group} => {0 for i in group}
     """
@@ -282,9 +274,8 @@ def test_what_crosses_slices_is_known():
 # ---- plans
 
 def test_a_plan_says_what_a_step_sends_and_how_long_it_takes(tiny, monkeypatch, capsys):
-    """Collectives from the most bytes to the least, whose sum is what is sent; no array is made and
-    no folder. On a device with known rates that is no GPU, tokens/s and MFU follow from the time,
-    which is not planned in float32.
+    """Collectives from the most bytes to the least; no array and no folder is made. Where rates are
+    known there is a time, except in float32.
 
     Break: tests/plan.py: key=lambda row: -row[1][1] => key=lambda row: row[1][1]
     """
@@ -309,9 +300,7 @@ def test_a_plan_says_what_a_step_sends_and_how_long_it_takes(tiny, monkeypatch, 
 
 
 def test_a_roofline_by_hand():
-    """Two slices of v5p: seconds are amounts over the data sheet's rates, a step takes what it
-    computes at nine tenths of the peak and half of the others, and MFU counts the model's own FLOPs
-    alone; a device of unknown rates has none.
+    """Two slices of v5p: amounts over the rates of the data sheet; MFU without recomputation.
 
     Break: tests/plan.py: (cost["sent_bytes"] - far) / gbps => cost["sent_bytes"] / gbps
     """
@@ -358,8 +347,7 @@ ABSENT = dict(plan_for="h100:8", d_model=512, n_layers=2, n_heads=8, n_kv_heads=
 
 
 def test_without_their_compiler_gpus_are_planned_from_shapes(tiny, monkeypatch, capsys):
-    """Parameters, moments and gradients are those of eight GPUs of one host, products run at the
-    peak, and one sentence names what the compiler would add. Offloaded moments take no memory.
+    """Parameters, moments, gradients and FLOPs by hand, and what the compiler would add.
 
     Break: tests/plan.py: gpus if compiler else absent_gpus => gpus
     """
@@ -413,9 +401,7 @@ def test_what_does_not_fit_by_its_shapes_comes_with_flags(tiny, monkeypatch, cap
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"),
                     reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 def test_a_plan_for_an_absent_slice(tiny):
-    """8 chips of v4: each has an eighth of the parameters except norms, the MFU is in (0, 1), the
-    times add up, and a step that cannot fit comes with advice. For two slices of v5p the bytes
-    between them are counted.
+    """8 chips of v4 fit a small step and no large one; two slices of v5p send between them.
 
     Break: tests/plan.py: if kind.startswith(prefix): => if kind == prefix + prefix:
     """
@@ -444,9 +430,8 @@ GPU = dict(plan_for="h100:1x1", d_model=512, n_layers=2, n_heads=8, n_kv_heads=0
 @needs_cuda
 @pytest.mark.parametrize("remat, forward", [("named", 2), ("full", 4)])
 def test_a_gpu_multiplies_in_bfloat16_and_attends_by_cudnn(tiny, remat, forward):
-    """No product of matrices takes float32 operands, those of the logits' gradient included;
-    cuDNN's attention runs once a layer in each direction, or twice forward where it is recomputed;
-    no array has all logits.
+    """No product takes float32 operands, cuDNN attends once a layer, or twice where it is
+    recomputed, and no array has all logits.
 
     Break: model.py: y = jnp.dot(rows, w) =>
     y = jnp.dot(rows, w, preferred_element_type=jnp.float32)
@@ -466,8 +451,7 @@ def test_a_gpu_multiplies_in_bfloat16_and_attends_by_cudnn(tiny, remat, forward)
 @pytest.mark.slow
 @needs_cuda
 def test_a_plan_for_gpus_that_are_not_here(tiny):
-    """Two hosts of four: a mesh of 8, of which fsdp crosses hosts and tp does not; memory of the
-    data sheet.
+    """Two hosts of four: fsdp crosses hosts and tp does not.
 
     Break: tests/plan.py: n_slices, _ = hosts_and_gpus(plan_for) => pass
     """

@@ -2056,6 +2056,7 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
         assert "compil" not in output.out
     assert train.cli(["--config", "/proc/sys/vm/drop_caches"]) == 2  # not even root may read it
     assert "error: " in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)  # the project's folder may have a run out/default
     monkeypatch.setattr(sys, "argv", ["train.py", "--n_layers", "0"])
     with pytest.raises(SystemExit) as e:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
