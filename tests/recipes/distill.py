@@ -170,7 +170,7 @@ TASK = train.TEXT | {
     "validate": errors_of,
     "flops": flops,
     "init_names": init_names,
-    "hf": train.TEXT["hf"] | {"update_config": update_config},
+    "update_config": update_config,
 }
 
 if __name__ == "__main__":
