@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 import zlib
 from bisect import bisect_left, insort
@@ -271,35 +270,35 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
     stopped() is polled during a wait; the iterator ends early when it is true.
     wait_until_idle() blocks until the device is idle. The wait is timed from then: only time in
     which the device is idle counts.
-    Data may arrive later: make(i) returns None while its data is missing, and is then called again.
-    on_missing(i) is called once when the consumer has to wait for such an item.
+    Data may arrive later: make(i) returns None while its data is missing, and is called again when
+    item i is needed. on_missing(i) is called once for such an item.
     """
     pool = ThreadPoolExecutor(1, "data")
-    closed = threading.Event()
-    missing = set()  # items that make(i) did not have at the first call, until they are reported
-    make_when_there = partial(_make_when_there, make, missing, closed)
     ahead = deque()
     try:
         for i in range(start, min(start + depth, stop)):
-            ahead.append(pool.submit(make_when_there, i))
+            ahead.append(pool.submit(make, i))
         for i in range(start, stop):
             item = ahead.popleft()
-            if not item.done():
+            if not item.done() or item.result() is None:
                 wait_until_idle()
             began = time.perf_counter()
+            is_missing = False
             # Wait in short pieces, to look for a stop request in between.
-            while not (item.done() or wait([item], timeout=0.1).done):
+            while not wait([item], timeout=0.1).done or item.result() is None:
                 if stopped():
                     return
-                if i in missing:
-                    missing.remove(i)
-                    on_missing(i)
+                if item.done():  # its data is missing: ask again
+                    if not is_missing:
+                        on_missing(i)
+                    is_missing = True
+                    time.sleep(0.2)
+                    item = pool.submit(make, i)
             waited_s = time.perf_counter() - began
             if i + depth < stop:
-                ahead.append(pool.submit(make_when_there, i + depth))
+                ahead.append(pool.submit(make, i + depth))
             yield item.result(), waited_s
     finally:
-        closed.set()
         pool.shutdown(cancel_futures=True)
 
 
@@ -412,8 +411,8 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
 
 # ---- supporting
 # Every run uses these, but the names say enough for a first reading: the permutation, details of
-# devices and threads, text files to tokens, token cache, the tokenizer, metrics of text,
-# validation data from training data, sets of files, checks of files and ids, errors.
+# devices, text files to tokens, token cache, the tokenizer, metrics of text, validation data from
+# training data, sets of files, checks of files and ids, errors.
 
 # ---- the permutation
 
@@ -456,7 +455,7 @@ def hash64(x, key):
     return x ^ (x >> np.uint64(31))
 
 
-# ---- details of devices and threads
+# ---- details of devices
 
 def _device_slice(x, rows, batch_size, index):
     """The part of the local rows x for one device, which has the slice `index` of the global array.
@@ -465,16 +464,6 @@ def _device_slice(x, rows, batch_size, index):
     # The rows of a device are consecutive, so they are consecutive in `rows` too.
     start, stop = np.searchsorted(rows, (first, last))
     return x[(slice(start, stop), *index[1:])]
-
-
-def _make_when_there(make, missing, closed, i):
-    """Make item i, in the thread of prefetch. A missing item is retried every 0.2 s."""
-    item = make(i)
-    if item is None:
-        missing.add(i)
-    while item is None and not closed.wait(0.2):
-        item = make(i)
-    return item
 
 
 # ---- text files to tokens
@@ -804,6 +793,17 @@ def rows_in(path, size, columns=()):
                 yield str(path), {"text": text}, is_last
 
 
+def _named_columns(row, columns, where):
+    """{name: row[column]} for each NAME=COLUMN."""
+    named = {}
+    for entry in columns:
+        name, _, column = entry.partition("=")
+        if not isinstance(row, dict) or column not in row:
+            raise ValueError(f"{where}: has no column {column!r}: {str(row)[:80]}")
+        named[name] = row[column]
+    return named
+
+
 def _file_kind(path):
     """The name of a file in lower case, without the suffix of compression."""
     return path.name.lower().removesuffix(".gz").removesuffix(".zst")
@@ -942,7 +942,6 @@ def make_tokenizer(name, eos_token=""):
         "encode_with_offsets": list of texts -> [(ids, first character of each, the one after it)],
         "decode": ids -> text; ids that the tokenizer lacks are shown as numbers, <300>,
         "vocab_size", "dtype": of the ids,
-        "n_ids": number of ids that a row of token ids may have; missing: vocab_size,
         "bos", "eos": ids around a document; bos None: an eos stands before it, too; eos None: the
             tokenizer can only be used with token files,
         "stops": ids that end a sample,
@@ -958,6 +957,15 @@ def make_tokenizer(name, eos_token=""):
     files = [Path(name), *_tokenizer_files(name)]
     written_at = tuple(file.stat().st_mtime_ns for file in files if file.exists())
     return dict(_read_tokenizer(name, eos_token, written_at))
+
+
+TOKENIZER_FILES = ("*token*.json", "*token*.model", "vocab.*", "merges.txt", "chat_template*",
+                   "additional_chat_templates/*", "generation_config.json")
+
+
+def _tokenizer_files(folder):
+    found = chain.from_iterable(map(Path(folder).glob, TOKENIZER_FILES))
+    return sorted({*found})
 
 
 @lru_cache(maxsize=8)
@@ -1039,7 +1047,7 @@ def make_cfg_tokenizer(cfg):
     # Optional: rows of token ids, which may be any of the model's.
     if cfg.vocab_size > tokenizer["vocab_size"]:
         dtype = np.min_scalar_type(cfg.vocab_size - 1)
-        tokenizer |= {"n_ids": cfg.vocab_size, "dtype": dtype,
+        tokenizer |= {"vocab_size": cfg.vocab_size, "dtype": dtype,
                       "key": [*tokenizer["key"], str(dtype)]}
     if cfg.tokenizer == "bytes" and has_only_token_files(cfg):
         eos = cfg.eod_id if cfg.eod_id >= 0 else None
@@ -1125,22 +1133,18 @@ def split(dataset, val_frac):
     """
     seq_format = dataset["seq_format"]
     n_train = round(sum(dataset["lengths"].tolist()) * (1 - val_frac))
-    train_shards = []
-    val_shards = []
+    sides = []
     for shard in dataset["shards"]:
         # n_train: how many tokens of this shard and those after it are for training; it may be
         # negative.
         if seq_format["packing"] == "stream":
-            sides = _cut_tokens(shard, n_train, seq_format["seq_len"])
-        else:  # optional: packing
-            sides = _cut_documents(shard, n_train)
+            sides.append(_cut_tokens(shard, n_train, seq_format["seq_len"]))
+        else:
+            sides.append(_cut_documents(shard, n_train))
         n_train -= len(shard["tokens"])
-        for side, shards in zip(sides, (train_shards, val_shards)):
-            if side:
-                shards.append(side)
 
-    train = make_dataset(train_shards, seq_format)
-    val = make_dataset(val_shards, seq_format)
+    train = make_dataset([first for first, _ in sides if first], seq_format)
+    val = make_dataset([second for _, second in sides if second], seq_format)
     for name, side in (("training", train), ("validation", val)):
         with as_value_error(f"val_frac {val_frac}: leaves too little {name} data; give --val_data, "
                             "more data or a shorter --seq_len", ValueError):
@@ -1164,6 +1168,15 @@ def _cut_tokens(shard, cut, seq_len):
             second[name] = shard[name][cut:]
     second["token_offset"] += cut  # "documents" count tokens from the start of the shard
     return first, second
+
+
+def _cut_documents(shard, cut):
+    """Cut a shard between documents, near token `cut`, into two; both sides keep all tokens."""
+    documents = shard["documents"]
+    n_first = len(documents)
+    if cut < len(shard["tokens"]):  # the second side gets a document
+        n_first = min(np.searchsorted(documents[:, 0], cut), n_first - 1)
+    return shard | {"documents": documents[:n_first]}, shard | {"documents": documents[n_first:]}
 
 
 # ---- sets of files
@@ -1199,6 +1212,22 @@ def named_sets(entries):
         raise ValueError(f"val_data {sets[''][0]!r}: give each entry a name, as NAME=PATTERN, or "
                          "none")
     return sets
+
+
+# Names of the split for validation; the first name found is used.
+VAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
+
+
+def _choose_split(folder, field):
+    """The split of a DatasetDict's folder: for training "train", for val_data another."""
+    # A set with a name is the field "val_data NAME".
+    names = VAL_SPLITS if field.startswith("val_data") else ("train",)
+    splits = sorted(path.parent.name for path in Path(folder).glob("*/state.json"))
+    for name in names:
+        if name in splits:
+            return os.path.join(folder, name)
+    raise ValueError(f"{field} {folder!r}: has the splits {', '.join(splits)}, none of which is "
+                     f"{' or '.join(names)}; name one, as in {folder}/SPLIT")
 
 
 # ---- checks of files and ids
@@ -1477,15 +1506,6 @@ def _packed_batch(shards, offsets, seq_format):
     return batch
 
 
-def _cut_documents(shard, cut):
-    """Cut a shard between documents, near token `cut`, into two; both sides keep all tokens."""
-    documents = shard["documents"]
-    n_first = len(documents)
-    if cut < len(shard["tokens"]):  # the second side gets a document
-        n_first = min(np.searchsorted(documents[:, 0], cut), n_first - 1)
-    return shard | {"documents": documents[:n_first]}, shard | {"documents": documents[n_first:]}
-
-
 def _describe_packing(dataset):
     """Facts about documents in sequences."""
     seq_format = dataset["seq_format"]
@@ -1557,7 +1577,7 @@ def _read_ids(row, tokenizer):
     ids = _integers(row, "input_ids")
     labels = _integers(row, "labels", ids)
     mask = _integers(row, "attention_mask", np.ones_like(ids))
-    check_ids(ids[None], tokenizer.get("n_ids", tokenizer["vocab_size"]), [{"name": "input_ids"}])
+    check_ids(ids[None], tokenizer["vocab_size"], [{"name": "input_ids"}])
     if not (ids.shape == labels.shape == mask.shape and np.isin(mask, (0, 1)).all()
             and np.all((labels == ids) | (labels == IGNORE))):
         raise ValueError(f"labels must be input_ids or {IGNORE} at each place, not shifted, and "
@@ -1825,17 +1845,6 @@ def _special_token(text, tokenizer):
     """The special token with which a text begins, or an empty text."""
     found = [token for token in tokenizer["special_tokens"] if text.startswith(token)]
     return max(found, key=len, default="")
-
-
-def _named_columns(row, columns, where):
-    """{name: row[column]} for each NAME=COLUMN."""
-    named = {}
-    for entry in columns:
-        name, _, column = entry.partition("=")
-        if not isinstance(row, dict) or column not in row:
-            raise ValueError(f"{where}: has no column {column!r}: {str(row)[:80]}")
-        named[name] = row[column]
-    return named
 
 
 def _parsed(value):
@@ -2188,22 +2197,6 @@ def _without_nulls(value):
     return value
 
 
-# Names of the split for validation; the first name found is used.
-VAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
-
-
-def _choose_split(folder, field):
-    """The split of a DatasetDict's folder: for training "train", for val_data another."""
-    # A set with a name is the field "val_data NAME".
-    names = VAL_SPLITS if field.startswith("val_data") else ("train",)
-    splits = sorted(path.parent.name for path in Path(folder).glob("*/state.json"))
-    for name in names:
-        if name in splits:
-            return os.path.join(folder, name)
-    raise ValueError(f"{field} {folder!r}: has the splits {', '.join(splits)}, none of which is "
-                     f"{' or '.join(names)}; name one, as in {folder}/SPLIT")
-
-
 # ---- rows from Python
 
 def write_rows(folder, name, rows, columns=()):
@@ -2248,8 +2241,6 @@ def _as_json(value):
 
 # ---- tokenizers
 
-TOKENIZER_FILES = ("*token*.json", "*token*.model", "vocab.*", "merges.txt", "chat_template*",
-                   "additional_chat_templates/*", "generation_config.json")
 # Names of the token that ends a document, for a tokenizer that declares none: the first known one.
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "[SEP]")
 
@@ -2420,11 +2411,6 @@ def _load_chat_template(name, files):
         return spans[0] if marked else texts[0]
 
     return {"render": render, "source": source}
-
-
-def _tokenizer_files(folder):
-    found = chain.from_iterable(map(Path(folder).glob, TOKENIZER_FILES))
-    return sorted({*found})
 
 
 def copy_tokenizer(name, folder):

@@ -1086,7 +1086,7 @@ def test_examples_of_texts(tmp_path):
 def test_ids_of_an_unknown_vocabulary(tmp_path):
     """Ids without a tokenizer are shown as numbers, and no text has ids.
 
-    Break: data.py: tokenizer |= {"n_ids": cfg.vocab_size, "dtype": dtype, => tokenizer |= {
+    Break: data.py: tokenizer |= {"vocab_size": cfg.vocab_size, "dtype": dtype, => tokenizer |= {
     """
     np.array([72, 300, 72, 105], np.uint16).tofile(tmp_path / "a.bin")
     cfg = config.Config(data=(str(tmp_path / "a.bin"),), vocab_size=301, eod_id=300)
