@@ -1160,12 +1160,9 @@ def _cut_tokens(shard, cut, seq_len):
     if len(shard["tokens"]) - cut <= seq_len:
         return shard, None
 
-    first = dict(shard)
-    second = dict(shard)
-    for name in ("tokens", "ignored"):
-        if name in shard:
-            first[name] = shard[name][:cut]
-            second[name] = shard[name][cut:]
+    names = [name for name in ("tokens", "ignored") if name in shard]
+    first = shard | {name: shard[name][:cut] for name in names}
+    second = shard | {name: shard[name][cut:] for name in names}
     second["token_offset"] += cut  # "documents" count tokens from the start of the shard
     return first, second
 

@@ -151,7 +151,7 @@ def test_eval_covers_each_token_once():
 
 
 @pytest.mark.parametrize("n_val, train, val", [
-    (8, (100, 200), None), (9, (100, 191), (9,)), (192, (100,), (200,)), (209, (91,), (9, 200)),
+    (8, (100, 200), None), (9, (100, 191), (9,)), (208, (100,), (200,)), (209, (91,), (9, 200)),
     (292, None, (100, 200))])
 def test_split(n_val, train, val):
     """The last tokens are validation data; a cut that would leave no sequence of a shard moves to
