@@ -702,6 +702,17 @@ def choose_dtype(dtype, platform_name):
     return "float32"
 
 
+def configure_compiler(platform_name, n_devices, dtype):
+    """Set the options of JAX that depend on the platform. A precision that the user chose stays."""
+    if platform_name.endswith("cuda") and n_devices > 1:
+        # XLA may then run the collectives of a layer beside the computation of its neighbours.
+        jax.config.update("jax_optimization_level", "O1")
+    has_precision = jax.config.jax_default_matmul_precision is not None
+    if platform_name != "cpu" and dtype == "float32" and not has_precision:
+        # JAX's default rounds operands: to 10 bits on NVIDIA's GPUs (TF32), to bfloat16 on TPUs.
+        jax.config.update("jax_default_matmul_precision", "highest")
+
+
 def _cpuinfo():
     path = Path("/proc/cpuinfo")
     if not path.exists():  # not Linux

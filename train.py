@@ -219,13 +219,7 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     platform = steplib.platform(devices[0])
     cfg = dataclasses.replace(cfg, dtype=steplib.choose_dtype(cfg.dtype, platform))
     cfg = task["resolve"](platform, cfg)
-    if platform.endswith("cuda") and len(devices) > 1:
-        # XLA may then run the collectives of a layer beside the computation of its neighbours.
-        jax.config.update("jax_optimization_level", "O1")
-    has_precision = jax.config.jax_default_matmul_precision is not None
-    if platform != "cpu" and cfg.dtype == "float32" and not has_precision:
-        # JAX's default rounds operands: to 10 bits on NVIDIA's GPUs (TF32), to bfloat16 on TPUs.
-        jax.config.update("jax_default_matmul_precision", "highest")
+    steplib.configure_compiler(platform, len(devices), cfg.dtype)
 
     # The parameters and how the mesh shards them.
     mesh = steplib.make_mesh(cfg, devices)
@@ -2292,8 +2286,7 @@ def write_samples(path, samples):
     """Write samples as JSON lines with "prompt" and "text", what follows it."""
     with open(path, "w", encoding="utf-8") as file:
         for text, prompt in zip(samples["texts"], samples["prompts"], strict=True):
-            row = {"prompt": prompt, "text": text[len(prompt):]}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(ckpt.json_line({"prompt": prompt, "text": text[len(prompt):]}) + "\n")
 
 
 def run_saved(cfg, task, hooks, state=None, params=None):

@@ -642,7 +642,7 @@ def test_the_platform_of_a_task_and_the_precision_of_float32(
     """The task's "resolve" gets "cuda" on NVIDIA GPUs. On a GPU or a TPU a run in float32
     multiplies in float32, unless the user has chosen another precision.
 
-    Break: train.py: jax.config.update("jax_default_matmul_precision", "highest") => pass
+    Break: step.py: jax.config.update("jax_default_matmul_precision", "highest") => pass
     """
     device = types.SimpleNamespace(platform=platform, compute_capability=capability,
                                    device_kind="abacus", addressable_memories=list)
