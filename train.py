@@ -2175,8 +2175,12 @@ def config_from_hf(cfg):
                   for name, value in fields.items()
                   if is_set[name] and getattr(cfg, name) != value]
         config.raise_if_errors(errors, f"init_from {path}")
-        if not is_set["tokenizer"]:
-            fields["tokenizer"] = tokenizer_from_hf(path, cfg, fields["vocab_size"])
+        # A model of 256 ids reads bytes. For another one bytes of text would be wrong: without a
+        # tokenizer.json the text is refused when it is opened.
+        has_tokenizer = Path(data.hub_path(path), "tokenizer.json").is_file()
+        has_text = fields["vocab_size"] != 256 and not data.has_only_token_files(cfg)
+        if (has_tokenizer or has_text) and not is_set["tokenizer"]:
+            fields["tokenizer"] = path
         cfg = dataclasses.replace(cfg, **fields)
     return cfg
 
@@ -2185,18 +2189,6 @@ def read_hf_config(path):
     """The config.json of Hugging Face weights in a folder or on the Hub, or {}."""
     found = ckpt.read_json(Path(data.hub_path(path), "config.json"))
     return found if "model_type" in found else {}
-
-
-def tokenizer_from_hf(path, cfg, vocab_size):
-    """The tokenizer of a folder of weights. Raises ValueError where text would become the bytes
-    that these weights do not know.
-    """
-    if Path(data.hub_path(path), "tokenizer.json").is_file():
-        return path
-    # 256: a model of bytes.
-    if not data.has_only_token_files(cfg) and vocab_size != 256:
-        data.make_tokenizer(path)  # raises the error that says how to make a tokenizer.json
-    return cfg.tokenizer
 
 
 def open_hf(path, cfg):

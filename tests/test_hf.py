@@ -523,7 +523,8 @@ def llama_folder(tmp_path):
 def test_a_run_uses_the_tokenizer_of_init_from(tiny, tmp_path, llama_folder):
     """A folder with a tokenizer.json sets --tokenizer unless this flag is given.
 
-    Break: train.py: if Path(data.hub_path(path), "tokenizer.json").is_file(): => if False:
+    Break: train.py: has_tokenizer = Path(data.hub_path(path), "tokenizer.json").is_file() =>
+    has_tokenizer = False
     """
     def chosen(**changes):
         cfg = run_config(tiny, tmp_path, init_from=(str(llama_folder),), **changes)
