@@ -4,9 +4,9 @@
     python tests/stress.py [--kills 500] [--damage 1000] [--run_kills 0] [--seed 0]
 
 Every number of a saved tree is its n, so a mixture or a wrong number shows. The exit code is 1
-after one, or when less came back than must. One kill in 25 hits one of four processes. This process
-imports JAX and forks, but never starts it, so a fork is safe and quick. --run_kills kills training
-runs of two processes, which must end bit-identical to an undisturbed run.
+after one, or when less came back than must. This process imports JAX and forks, but never starts
+it, so a fork is safe and quick. --run_kills kills training runs of two processes, which must end
+bit-identical to an undisturbed run.
 """
 import argparse
 import json
@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -66,24 +65,14 @@ def lines_of(pid, end):
         return [json.loads(line) for line in end]
 
 
-def save_forever(root, n, tree, out):
+def save_forever(root, n, out):
     """Save every step twice and restore each; write the number of each."""
     ckpt.delete_leftovers(root)
     while True:
         os.write(out, f"{n}\n".encode())
         n += 1
-        ckpt.wait(ckpt.save(root, n // 2, tree(n), max_to_keep=2))
-        ckpt.restore_newest(root, tree(n))
-
-
-def save_as_one_of_four(root, n, port, rank, out):
-    for stream in (1, 2):  # JAX prints a lot when a run begins and when a peer ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    jax.distributed.initialize(f"127.0.0.1:{port}", 4, rank)
-    rows = jax.sharding.NamedSharding(jax.make_mesh((4,), ("x",)), jax.P("x"))
-    ckpt.broadcast_from_main(lambda: None)  # so that all have begun
-    save_forever(root, n, lambda n: tree_of(n) | {"big": jax.make_array_from_callback(
-        (8, 2**13), rows, lambda index: tree_of(n)["big"][index])}, out)
+        ckpt.wait(ckpt.save(root, n // 2, tree_of(n), max_to_keep=2))
+        ckpt.restore_newest(root, tree_of(n))
 
 
 def inspect(root, out):
@@ -98,21 +87,14 @@ def inspect(root, out):
     os.write(out, json.dumps([value, sorted(found - named | empty)]).encode())
 
 
-def kill(root, n, rng, n_processes):
+def kill(root, n, rng):
     """Kill a run that saves n + 1, n + 2, ... at a random moment; return (what came back, value).
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    runs = [fork(save_as_one_of_four, root, n, port, rank) if n_processes > 1 else
-            fork(save_forever, root, n, tree_of) for rank in range(n_processes)]
-    begun = [int(runs[0][1].readline())]
+    pid, end = fork(save_forever, root, n)
+    begun = [int(end.readline())]
     time.sleep(rng.uniform(0, 0.3))
-    os.kill(rng.choice(runs)[0], signal.SIGKILL)
-    time.sleep(0.5 * (n_processes - 1))  # the others see it
-    for pid, _ in runs:
-        os.kill(pid, signal.SIGKILL)
-    begun += [x for run in runs for x in lines_of(*run) if n_processes == 1 or type(x) is int]
+    os.kill(pid, signal.SIGKILL)
+    begun += lines_of(pid, end)
     ((value, left),) = lines_of(*fork(inspect, root))
     words = {max(begun): "the last that was done", max(begun) + 1: "the one being written"}
     found = words.get(value, f"WRONG: {value}, {begun}")
@@ -121,12 +103,12 @@ def kill(root, n, rng, n_processes):
     return found, value
 
 
-def count_kills(n_kills, n_processes, seed, root):
+def count_kills(n_kills, seed, root):
     rng, counts, n = random.Random(seed), Counter(), 0
     lines_of(*fork(lambda out: ckpt.wait(ckpt.save(root, 0, tree_of(0)))))
     for _ in range(n_kills):
-        words, n = kill(root, int(n), rng, n_processes)
-        counts[f"killed, one of {n_processes} processes: {words}"] += 1
+        words, n = kill(root, int(n), rng)
+        counts[f"killed: {words}"] += 1
     return counts
 
 
@@ -262,8 +244,7 @@ def main():
     args = parser.parse_args()
     ckpt.SMALL_BYTES, ckpt.FILE_BYTES, ckpt.CHUNK_BYTES = 2**10, 2**16, 2**15
     with tempfile.TemporaryDirectory() as root:
-        counts = count_kills(args.kills, 1, args.seed, f"{root}/one")
-        counts += count_kills(args.kills // 25, 4, args.seed, f"{root}/four")
+        counts = count_kills(args.kills, args.seed, f"{root}/kills")
         counts += count_corruptions(args.damage, args.seed, root)
         if args.run_kills:  # last, as nothing may fork once this process read a checkpoint
             counts += count_run_kills(args.run_kills, args.seed, root)

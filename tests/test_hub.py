@@ -1,16 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of names on the Hub, with the library huggingface_hub: against a cache that a test lays out
-and without network, and against a small server that answers as the Hub does.
-"""
+"""Names on the Hub, with the library huggingface_hub, without network, and a cache laid out by hand."""
 import dataclasses
-import hashlib
-import http.server
 import json
-import os
-import subprocess
 import sys
-import threading
-from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
 import jax
@@ -23,7 +15,6 @@ import config
 import data
 import model
 import train
-from conftest import ROOT
 
 COMMIT_1, COMMIT_2 = "1" * 40, "2" * 40
 TOKENIZER = json.dumps({
@@ -119,6 +110,35 @@ def test_local_paths_of_names(cache, monkeypatch):
         data.hub_path("hf://o/n")
 
 
+def test_only_the_needed_files_are_fetched(monkeypatch):
+    """Settings, tokenizer, and on request weights; matched files. Each once.
+
+    Break: data.py: patterns = (path.replace("**/", "*"), => patterns = ("*",
+    """
+    settings = {"config.json", "tokenizer.json", "chat_template.jinja", "merges.txt"}
+    days = {"x/a.txt", "x/b.txt"}
+    saved = {"saved/state.json", "saved/data.arrow"}
+    files = {"model": [*settings, "model-1.safetensors", "consolidated.safetensors",
+                       "pytorch_model.bin", "README.md"],
+             "dataset": [*days, *saved, "README.md", "c.txt"]}
+    fetched = []
+
+    def snapshot_download(repo, repo_type, revision, allow_patterns):
+        fetched.append({*huggingface_hub.utils.filter_repo_objects(
+            files[repo_type], allow_patterns=allow_patterns)})
+        return ""
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    wanted = {("hf://o/n", False): settings,
+              ("hf://o/n", True): settings | {"model-1.safetensors"},
+              ("hf://datasets/o/a@v2/x/*.txt", False): days,
+              ("hf://datasets/o/b/**/*.txt", False): days | {"c.txt"},
+              ("hf://datasets/o/c/saved", False): saved}
+    for call in (*wanted, *wanted):
+        data.hub_path(*call)
+    assert fetched == [*wanted.values()]
+
+
 # ---- runs
 
 def test_a_run_with_names(cache, tiny, tmp_path, capsys, monkeypatch):
@@ -170,135 +190,3 @@ def test_a_run_with_names(cache, tiny, tmp_path, capsys, monkeypatch):
     cfg = dataclasses.replace(cfg, data=(f"hf://datasets/o/d@{COMMIT_1}/x/*.txt",),
                               allow_change=("data",))
     assert train.main(cfg)["step"] == 6
-
-
-# ---- a server
-
-@pytest.fixture
-def hub_server():
-    """(repos, requests, its address, a function that ends it) of a server that answers as the Hub.
-
-    repos: {"models/ORG/NAME" or "datasets/ORG/NAME": {revision: (commit, {path: content})}}, to be
-    filled. requests: a list that gets the path of each request.
-    """
-    repos, requests = {}, []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            requests.append(self.path)
-            parts = unquote(urlsplit(self.path).path).removeprefix("/api").strip("/").split("/")
-            if parts[0] not in ("models", "datasets"):
-                parts = ["models", *parts]
-            kind, org, name, verb, revision, *path = parts
-            revisions = repos.get(f"{kind}/{org}/{name}", {})
-            by_commit = {commit: (commit, files) for commit, files in revisions.values()}
-            if revision not in revisions | by_commit:
-                return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-            commit, files = (revisions | by_commit)[revision]
-            if verb == "revision":
-                info = {"id": f"{org}/{name}", "sha": commit}
-                return self.answer(200, json.dumps(info).encode(), {})
-            if verb == "tree":
-                tree = [{"type": "file", "path": file, "size": len(content), "oid": "0" * 40}
-                        for file, content in files.items()]
-                return self.answer(200, json.dumps(tree).encode(), {})
-            content = files.get("/".join(path))
-            headers = {"X-Repo-Commit": commit}
-            if content is None:
-                return self.answer(404, b"", headers | {"X-Error-Code": "EntryNotFound"})
-            headers["ETag"] = f'"{hashlib.sha1(content).hexdigest()}"'
-            return self.answer(200, content, headers)
-
-        do_HEAD = do_GET
-
-        def answer(self, status, content, headers):
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-
-    def end():
-        server.shutdown()
-        server.server_close()
-
-    yield repos, requests, f"http://127.0.0.1:{server.server_port}", end
-    end()
-
-
-def downloads(requests):
-    """{repository: the files that were asked for, except for .gitattributes}; forget them."""
-    found = {}
-    for path in requests:
-        repo, resolve, file = path.partition("/resolve/")
-        if resolve and not file.endswith(".gitattributes"):
-            found.setdefault(repo.strip("/"), set()).add(file.partition("/")[2])
-    requests.clear()
-    return found
-
-
-FETCH = """
-import sys, data
-for name in sys.argv[1:]:
-    weights = name.endswith("+")
-    try:
-        print(data.hub_path(name.rstrip("+"), weights))
-    except ValueError as e:
-        print(f"error: {e}")
-"""
-
-
-def fetch(cache, endpoint, *names):
-    """The paths or errors of names in another process, with a server, or offline for ""."""
-    env = os.environ | {
-        "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_OFFLINE": str(int(not endpoint)), "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_TOKEN_PATH": str(cache / "token")}
-    done = subprocess.run([sys.executable, "-c", FETCH, *names], cwd=ROOT, env=env,
-                          capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
-
-
-def test_only_the_needed_files_are_fetched(cache, hub_server):
-    """Settings, tokenizer, and on request weights; matched files. Nothing is fetched twice.
-
-    Break: data.py: patterns = (path.replace("**/", "*"), => patterns = ("*",
-    """
-    repos, requests, endpoint, end = hub_server
-    settings = {"config.json", "tokenizer.json", "chat_template.jinja", "merges.txt"}
-    files = dict.fromkeys([
-        ".gitattributes", *settings, "model-1.safetensors", "consolidated.safetensors",
-        "pytorch_model.bin", "README.md"], b"x")
-    days = dict.fromkeys([
-        ".gitattributes", "README.md", "c.txt", "x/a.txt", "x/b.txt", "saved/state.json",
-        "saved/data.arrow"], b"y")
-    wanted = {
-        "hf://o/n": settings,
-        "hf://o/weights+": settings | {"model-1.safetensors"},
-        "hf://datasets/o/a@v2/x/*.txt": {"x/a.txt", "x/b.txt"},
-        "hf://datasets/o/b/**/*.txt": {"x/a.txt", "x/b.txt", "c.txt"},
-        "hf://datasets/o/c/saved": {"saved/state.json", "saved/data.arrow"},
-    }
-    for name in ("n", "weights"):
-        repos[f"models/o/{name}"] = {"main": (COMMIT_1, files)}
-    for name in "abc":
-        repos[f"datasets/o/{name}"] = {"main": (COMMIT_1, days), "v2": (COMMIT_2, days)}
-    paths = fetch(cache, endpoint, *wanted)
-    assert [*downloads(requests).values()] == [*wanted.values()]
-    error, *_ = fetch(cache, endpoint, "hf://o/x")
-    assert error.startswith("error: hf://o/x: ")
-    requests.clear()
-    assert fetch(cache, endpoint, *wanted) == paths
-    assert downloads(requests) == {}
-    end()
-    assert fetch(cache, "", *wanted) == paths
-    assert all(os.path.exists(path.split("*")[0]) for path in paths)
