@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names on the Hub, with the library huggingface_hub, without network, and a cache laid out by hand."""
+"""Names on the Hub with the library huggingface_hub: no network, and a cache laid out by hand."""
 import dataclasses
 import json
 import sys
