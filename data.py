@@ -262,6 +262,15 @@ def to_device(batch, shardings, rows, batch_size):
     return arrays
 
 
+def _device_slice(x, rows, batch_size, index):
+    """The part of the local rows x for one device, which has the slice `index` of the global array.
+    """
+    first, last, _ = index[0].indices(batch_size)
+    # The rows of a device are consecutive, so they are consecutive in `rows` too.
+    start, stop = np.searchsorted(rows, (first, last))
+    return x[(slice(start, stop), *index[1:])]
+
+
 def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=lambda: None,
              on_missing=lambda i: None):
     """Yield (make(i), seconds waited for it) for i in [start, stop). A thread makes `depth` items
@@ -410,9 +419,9 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
 
 
 # ---- supporting
-# Every run uses these, but the names say enough for a first reading: the permutation, details of
-# devices, text files to tokens, token cache, the tokenizer, metrics of text, validation data from
-# training data, sets of files, checks of files and ids, errors.
+# Every run uses these, but the names say enough for a first reading: the permutation, text files
+# to tokens, token cache, the tokenizer, metrics of text, validation data from training data, sets
+# of files, checks of files and ids, errors.
 
 # ---- the permutation
 
@@ -453,17 +462,6 @@ def hash64(x, key):
     x = (x ^ key) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-# ---- details of devices
-
-def _device_slice(x, rows, batch_size, index):
-    """The part of the local rows x for one device, which has the slice `index` of the global array.
-    """
-    first, last, _ = index[0].indices(batch_size)
-    # The rows of a device are consecutive, so they are consecutive in `rows` too.
-    start, stop = np.searchsorted(rows, (first, last))
-    return x[(slice(start, stop), *index[1:])]
 
 
 # ---- text files to tokens
