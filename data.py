@@ -1245,12 +1245,10 @@ def _check_sequences(dataset):
     if not len(n_sequences):
         raise ValueError(f"no sequence of {seq_len + 1} tokens")
     for shard, n in zip(dataset["shards"], n_sequences):
-        if not has_label(shard):
-            raise ValueError(f"{shard['name']}: no token is a label: only completions of prompts "
-                             "are, and messages of the assistant")
-        if not n:
+        if not n or not has_label(shard):
             raise ValueError(f"{shard['name']}: has {len(shard['tokens'])} tokens, and no sequence "
-                             f"of {seq_len} with a label; use more data or another --seq_len")
+                             f"of {seq_len} with a label; use more data or another --seq_len (of "
+                             "prompts and chats, only completions and answers are labels)")
 
 
 def has_label(shard):
