@@ -1350,7 +1350,7 @@ def flip(folder):
 @pytest.mark.slow
 def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, tmp_path, capsys):
     """It resumes from the checkpoint before, between two log rows, also with dropout and a hook of
-    the loss. init_from takes that checkpoint too.
+    the loss. init_from reads what it has chosen.
 
     Break: train.py: meta = ckpt.read_meta(root, step) => pass
     """
@@ -1372,8 +1372,7 @@ def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, tmp_pat
     assert "weight_norm" in rows(straight.out_dir, "log")[0] and ckpt.steps(root) == [8, 12]
     flip(root / "000000012")
     new = make(mode="eval", init_from=(tiny().out_dir,), out_dir=str(tmp_path / "new"))
-    at_8 = rows(tiny().out_dir, "eval")[-2]
-    assert (at_8["step"], at_8["val_loss"]) == (8, train.main(new)["val_loss"])
+    refused("000000012: array .* is corrupted", new)
     flip(root / "000000008")
     refused("no checkpoint can be read", make(steps=13))
     assert ckpt.steps(root) == [8, 12]
