@@ -2024,6 +2024,7 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
             "embed (255, 32): dim 255 must be a multiple of the size of tp = 2",
         f"--data {tmp_path}/file": " tokens, and no sequence of 16",
         f"--data {tmp_path}/ids.bin": "token id 999 is not in [0, 256)",
+        f"--val_data {tmp_path}/ids.bin": "token id 999 is not in [0, 256)",
         f"--data {'x' * 300}": "no such file",
         f"--out_dir {tmp_path}/file/out": "cannot be written",
         f"--init_from {tmp_path}": "holds no checkpoint",
