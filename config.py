@@ -336,9 +336,9 @@ def _merge(*sources):
 
 
 # ---- supporting
-# Sections: flags, help, names of runs, paths, config files, numbers, intervals, stop conditions,
-# validation, types and bounds, mesh sizes, rules between fields, errors, the transformer,
-# differences between configs.
+# Sections: flags, help, names of runs, paths, config files, numbers, intervals, fields with a syntax
+# of their own, validation, types and bounds, mesh sizes, rules between fields, errors, the
+# transformer, differences between configs.
 
 # ---- flags
 
@@ -803,7 +803,7 @@ def parse_intervals(value):
     return {unit: amount for unit, amount in intervals.items() if amount}
 
 
-# ---- stop conditions
+# ---- fields with a syntax of their own
 
 # What a condition of cfg.stop can count besides a metric.
 STOP_COUNTS = ("step", "new_steps", "second")

@@ -321,7 +321,7 @@ def state_shardings(state, table, mesh, moment_memory=None):
 # ---- supporting
 #
 # Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
-# parts of the state, random keys for the loss, shapes and slices, compilation (which makes the
+# parts of the state, parts of a step, shapes and slices, compilation (which makes the
 # programs of a run from the functions above), devices, memory, digest of the state, peak figures of
 # devices, description of the machine.
 
@@ -499,6 +499,8 @@ def _shard_like_moments(grads, table):
     return jax.lax.with_sharding_constraint(grads, moment_specs(_trained(table, table), mesh))
 
 
+# ---- parts of a step
+
 # Names of other values than metrics in the rows of metrics.jsonl.
 ROW_NAMES = {"step", "event", "loss_scale", "watch"}
 
@@ -509,8 +511,6 @@ def _check_names(sums, own_metrics):
     if reserved:
         raise ValueError(f"loss: sums named {reserved}: these names are reserved; rename them")
 
-
-# ---- random keys for the loss
 
 def takes_train_keys(loss_fn):
     """Whether a loss has the argument train_keys.
