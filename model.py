@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec as P
 #
 # A name ends with the dims of its array: B sequences, T query positions, S key positions, D model
 # width, F MLP width, N query heads, K kv heads, G query heads of a kv head, H head width,
-# V vocabulary, L layers, E experts, 1 a dim of size 1.
+# V vocabulary, L layers, E experts, C expert capacity, P parts of a sequence, 1 a dim of size 1; a
+# lower-case letter is a tile of that dim.
 
 BATCH_AXES = ("dp", "fsdp", "ep")  # mesh axes that split the sequences of a batch
 # Mesh axes that split a dense weight, which is gathered where it is used. ep and sp would otherwise
