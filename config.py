@@ -336,8 +336,8 @@ def _merge(*sources):
 
 
 # ---- supporting
-# Sections: flags, help, names of runs, paths, config files, numbers, intervals, fields with a syntax
-# of their own, validation, types and bounds, mesh sizes, rules between fields, errors, the
+# Sections: flags, help, names of runs, paths, config files, numbers, intervals, fields with a
+# syntax of their own, validation, types and bounds, mesh sizes, rules between fields, errors, the
 # transformer, differences between configs.
 
 # ---- flags
