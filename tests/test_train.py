@@ -786,7 +786,7 @@ def test_an_observer_that_raises_hides_no_error_of_the_run(tiny, monkeypatch, ca
     with pytest.raises(RuntimeError, match="crash"):
         train.main(tiny(), [crash_at("state", 2)])
     assert rows(tiny().out_dir, "error")[0]["error"] == "RuntimeError: crash"
-    assert "at the event error: AssertionError('no room" in capsys.readouterr().out
+    assert "at the event error: AssertionError(" in capsys.readouterr().out
 
 
 def test_metrics_jsonl_resumes_at_the_step_of_the_run(tmp_path):
