@@ -947,7 +947,7 @@ def test_memory_by_kind_equals_a_hand_count(change, kinds):
     """The total is also step and skipped, 4 of 16 rows of x and y, temporaries, six metrics, the
     learning rate, and XLA's pointers to results.
 
-    Break: step.py: stats.argument_size_in_bytes + added_bytes(compiled) => added_bytes(compiled)
+    Break: step.py: stats.argument_size_in_bytes + added_bytes(stats) => added_bytes(stats)
     """
     cfg = dataclasses.replace(BASE, dp=2, fsdp=2, tp=2, **change)
     memory = compiled(cfg, linear_batch())[0]["memory"]
