@@ -34,6 +34,7 @@ FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores an
 CHUNK_BYTES = 2**20  # largest part of a file that has its own checksum and can be read alone
 SMALL_BYTES = 2**14  # largest array that is stored in meta.json; a file for each costs time
 READERS = 32  # number of arrays that are read at a time
+WRITERS = max(8, 2 * os.cpu_count())  # number of files that are written at a time
 
 
 # ---- save
@@ -116,8 +117,8 @@ def _write(root, meta, shards, max_to_keep, keep_period, log):
         # mean that this process has written its shards.
         store.write(f"{save_id}.{rank}", b"begun").result()
 
-        # (1) Start to write the shards of this process, in the format zarr 3, and wait.
-        _start_writes(root, meta, shards, pending)
+        # (1) Write the shards of this process, in the format zarr 3.
+        _write_shards(root, meta, shards, pending)
         for write in pending:
             write.result()
 
@@ -327,8 +328,10 @@ def _check_space(root, n_bytes):
                       "free: delete something, or keep fewer checkpoints")
 
 
-def _start_writes(root, meta, shards, pending):
-    """Create the arrays of shards, and start to write these; append all Futures to `pending`."""
+def _write_shards(root, meta, shards, pending):
+    """Create the arrays of shards, and write these, WRITERS files at a time; append all Futures to
+    `pending`.
+    """
     arrays = {}
     for shard in shards:
         name = shard["name"]
@@ -343,6 +346,10 @@ def _start_writes(root, meta, shards, pending):
         # One write per file: a single write of several files returns at its first error while the
         # others continue.
         for part in _file_slices(data.shape, meta["arrays"][name]["file"]):
+            # Each pending write holds its file in memory. All at once took 1.44 times the memory of
+            # the state on a slow disk, not 1.09.
+            if len(pending) > WRITERS:
+                pending[-WRITERS].result()
             pending.append(
                 target[part].write(data[part], can_reference_source_data_indefinitely=True))
 
