@@ -167,7 +167,7 @@ def make_run(root, name, steps=400):
         data=(str(text),), out_dir=f"{root}/{name}", cache_dir=f"{root}/cache", steps=steps,
         batch_size=8, seq_len=16, d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, warmup_steps=2.0,
         dp=1, fsdp=2, eval_batches=1, log_every=5, eval_every=50, save_every=7, max_to_keep=2,
-        sample_tokens=0, peer_timeout_s=4.0)
+        sample_tokens=0, peer_timeout_s=10.0)
 
 
 def wait_for(ready, runs):

@@ -218,13 +218,13 @@ def test_validation_data_are_all_files_of_all_globs(planted, tmp_path):
     (dict(label=np.int64([[0], [1], [1], [0]])), r"label \(4, 1\): must be \[n\]"),
     (dict(label=np.array(["0", "1", "1", "0"])), "label has dtype <U1: must be numbers"),
     (dict(user=None), "has no 'user'"),
-    (dict(user=np.float64([1, 2, np.nan, 4])), "user has dtype float64, such as nan: must be int"),
+    (dict(user=np.float64([1, 2, np.nan, 4])), "user has dtype float64: must be integers"),
     (dict(user=np.array([1, None, 2, 3])), "user cannot be read; .*as an array of numbers: Object"),
     (dict(user=np.arange(3)), r"user \(3,\): must be \(4, 1\)"),
     (dict(item=np.int64([1, 2, 3, 99])), "item 99 of example 3: .*below 64,.*--no_hash_ids"),
     (dict(dense=np.full((4, 4), 1e99)), "dense 1e.99 of example 0, column 0: must be finite"),
     (dict(history_n=np.int64([0, 1, 2, 3])), "history_n 3 of example 3: must be from 0 to 2"),
-    (lambda content: content[: len(content) // 2], "is no .npz file, or only its beginning; write"),
+    (lambda content: content[: len(content) // 2], "cannot be read; write it again with np.savez"),
     (lambda content: content.replace(b"NUMPY", b"other"), "[a-z]+ cannot be read; write it again"),
 ])
 def test_a_malformed_day_is_rejected(tmp_path, change, words):
@@ -270,8 +270,8 @@ def test_clicks_at_the_command_line(tmp_path, cache_dir, capsys):
     assert re.search(r"step      9  .*validation loss \d\.\d{4}  of step 5", printed.out)
     assert re.search(r"validation loss \d\.\d{4}  .*auc 0\.\d+  group_auc 0\.\d+", printed.out)
     for flags, words in (
-            (["--data", bad], "gap.npz: user has dtype float64, such as nan"),
-            (["--data", days, "--val_data", bad], "gap.npz: user has dtype float64, such as nan"),
+            (["--data", bad], "gap.npz: user has dtype float64: must be"),
+            (["--data", days, "--val_data", bad], "gap.npz: user has dtype float64: must be"),
             (["--data", days, "--group", "usr"], "each once, with group 'usr' among them")):
         code, printed = call(*flags, "--resume", "overwrite")
         assert code == 2 and words in printed.err and "Traceback" not in printed.err

@@ -256,7 +256,6 @@ def write_folders(folder, text):
             run_documented(folder, writer)
 
 
-# A call of train.py alone, in which only words in single quotes have characters that a shell reads.
 # A call of one script alone, in which only words in single quotes have characters that a shell
 # reads. chat.py reads a terminal.
 PLAIN_CALL = re.compile(r"python (train\.py|tests/recipes/(?!chat)\w+\.py)"

@@ -8,7 +8,6 @@ n_dense], and for each --tables entry NAME=ROWS:VALUES an array NAME [n, VALUES]
 NAME_n [n] is optional: the number of ids of each example that count.
 """
 import sys
-import zipfile
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -278,13 +277,9 @@ def read_arrays(path, names):
     """{name: array} of these names, as far as a file has them. Raises ValueError for a file or an
     array that cannot be read.
     """
-    with open(path, "rb") as file:
-        if not zipfile.is_zipfile(file):
-            config.raise_if_errors(
-                ["is no .npz file, or only its beginning; write it again with np.savez"], path)
+    arrays = {}
     with data.as_value_error(f"{path}: cannot be read; write it again with np.savez", Exception):
         archive = np.load(path)
-    arrays = {}
     with archive:
         for name in names:
             if name in archive.files:
@@ -307,24 +302,14 @@ def dtype_and_shape_errors(day, cfg):
         if is_number and x.dtype.kind not in "biuf":
             errors.append(f"{name} has dtype {x.dtype}: must be numbers, as float32")
         elif not is_number and x.dtype.kind not in "iu":
-            errors.append(f"{name} has dtype {x.dtype}{example_of(x)}: must be integers, as int64 "
-                          "or uint64. Map other ids to integers, for example by a hash, and a "
+            errors.append(f"{name} has dtype {x.dtype}: must be integers, as int64 or "
+                          "uint64. Map other ids to integers, for example by a hash, and a "
                           "missing id to an integer of its own")
         # Counts are [n]; so may be the ids of a table with one id for each example.
         wanted = shapes.get(name, label.shape)
         if x.shape != wanted and ((*x.shape, 1) != wanted or is_number):
             errors.append(f"{name} {x.shape}: must be {wanted}")
     return errors
-
-
-def example_of(x):
-    """", such as nan": a value to show of an array, NaN if it has one."""
-    if not x.size:
-        return ""
-    value = x.flat[0]
-    if x.dtype.kind == "f" and np.isnan(x).any():
-        value = np.nan
-    return f", such as {value!s:.40}"
 
 
 def value_errors(day, cfg):
