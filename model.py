@@ -254,8 +254,9 @@ def _self_attention(x_BTD, w, attend, attn_inputs, cfg):
     # heads, as [B, heads, T, H]. Over sp this is the all-to-all of Ulysses; over tp nothing moves.
     # K then counts kv heads with the copies that give each device of tp and sp at least one.
     q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH)
-    q_BNTH = _rotate(q_BNTH, attn_inputs["cos"], attn_inputs["sin"])
-    k_BKTH = _rotate(k_BKTH, attn_inputs["cos"], attn_inputs["sin"])
+    cos, sin = attn_inputs["cos"], attn_inputs["sin"]
+    q_BNTH = _written(_rotate(_written(q_BNTH, cfg), cos, sin), cfg)
+    k_BKTH = _written(_rotate(_written(k_BKTH, cfg), cos, sin), cfg)
     a_BNTH = attend(q_BNTH, k_BKTH, v_BKTH)
     a_BTNH = _to_sequence_sharding(a_BNTH)  # back, by a second all-to-all over sp
     return _linear(a_BTNH.reshape(*x_BTD.shape[:2], -1), w, "wo", cfg)
@@ -266,7 +267,7 @@ def _project(x_BTD, w, kind, cfg):
     y = checkpoint_name(_linear(x_BTD, w, f"w{kind}", cfg), "qkv")
     if cfg.qkv_bias:  # in float32: the sum is rounded once
         y = (y + w[f"b{kind}"][None, None]).astype(y.dtype)
-    return y.reshape(*y.shape[:2], -1, cfg.head_dim)
+    return _written(y.reshape(*y.shape[:2], -1, cfg.head_dim), cfg)
 
 
 def _attend_in_halves(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
@@ -715,7 +716,7 @@ def _batched_matmul(x, w, cfg):
     if cfg.dtype != "mixed":
         return _einsum("BKGMD,BKDF->BKGMF", x, w)
     B, K, D, F = w.shape
-    y = _matmul_mixed(x.reshape(B, K, -1, D), w)
+    y = _matmul_mixed(x.reshape(B, K, -1, D), _written(w, cfg))
     return y.reshape(*x.shape[:-1], F)
 
 
@@ -723,6 +724,17 @@ _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 # ---- mixed precision on CPUs
+
+def _written(x, cfg):
+    """x; under "mixed" XLA writes it and its gradient to memory: it would compute them again in
+    each kernel that reads them, and multiply in float32 by a transpose that it fuses.
+
+    Not over several devices, which would gather x.
+    """
+    if cfg.dtype != "mixed" or jax.sharding.get_abstract_mesh().size > 1:
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
 
 @jax.custom_gradient
 def _matmul_mixed(x, w):
