@@ -29,7 +29,7 @@ import numpy as np
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
-FORMAT = 2  # of a checkpoint; raised where an older one cannot be read any more
+FORMAT = 3  # of a checkpoint; raised where an older one cannot be read any more
 FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores and the disk busy
 CHUNK_BYTES = 2**20  # largest part of a file that has its own checksum and can be read alone
 SMALL_BYTES = 2**14  # largest array that is stored in meta.json; a file for each costs time

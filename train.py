@@ -7,7 +7,6 @@ and a config that cannot run. Invariant: every exit of the loop except a crash l
 unless save_end is off, saves.
 """
 import contextlib
-import copy
 import ctypes
 import dataclasses
 import errno
@@ -1249,8 +1248,11 @@ def notify(observers, event, row):
     that raises is removed from the list.
     """
     for observe in list(observers):
+        # Also copies of the dicts within: checkpoints keep the "config" of the start row. A
+        # deepcopy would take 20 us more, at each step.
+        copied = {key: dict(x) if isinstance(x, dict) else x for key, x in row.items()}
         try:
-            observe(event, copy.deepcopy(row))
+            observe(event, copied)
         except Exception as error:
             observers.remove(observe)
             name = getattr(observe, "__qualname__", observe)

@@ -728,7 +728,7 @@ def test_an_observer_neither_changes_nor_ends_a_run(tiny, monkeypatch, capsys):
     """An observer that changes rows changes neither the run nor the rows of the next one. What
     observers and a sample raise is printed once with its event, and the others continue.
 
-    Break: train.py: observe(event, copy.deepcopy(row)) => observe(event, row)
+    Break: train.py: observe(event, copied) => observe(event, row)
     """
     calls, seen, tracked = [], [], []
 
