@@ -716,8 +716,8 @@ def read_record(row, where, tokenizer):
 
 def _check_columns(row):
     """Raise ValueError for a column of UNREAD_COLUMNS that has a value."""
-    for name in UNREAD_COLUMNS:
-        if not _is_empty(row.get(name)):
+    for name, value in row.items():
+        if name in UNREAD_COLUMNS and not _is_empty(value):
             raise ValueError(f"no token would hold the column {name}; remove it, or name the "
                              "columns to use, as in --columns messages=messages")
 
