@@ -250,6 +250,7 @@ def npy(array):
     ("wide.bin", np.arange(1, 99, dtype=np.uint32).tobytes(), "set --data_dtype to uint32"),
     ("version.bin", header(50, version=2).tobytes() + b"ab" * 50,
      "are not those of its header: magic 20240520, version 2, 50 tokens; known"),
+    ("fewer.bin", header(49).tobytes() + b"ab" * 50, "magic 20240520, version 1, 49 tokens"),
     ("float.npy", npy(np.ones(99)), "has 1 dims of float64, not 1 of integers"),
     ("torn.npy", b"\x93NUMPY\x01\x00torn", "not a .npy file"),
     ("type.jsonl", b'\n{"text": 5}\n', "line 2: must have one of"),
