@@ -145,7 +145,7 @@ def test_a_run_with_names(cache, tiny, tmp_path, capsys, monkeypatch):
     """A run has the sizes, weights, tokenizer and texts of its names, and exports the tokenizer and
     config. --mode plan asks for no weights and no texts. A run does not resume with other texts.
 
-    Break: train.py: data.hub_path(path), "tokenizer.json").is_file() => path, "x").is_file()
+    Break: train.py: data.hub_path(path, weights=True) => data.hub_path(path)
     """
     files, embed = model_files(tmp_path)
     files["config.json"] = json.dumps(json.loads(files["config.json"]) | {"pad_token_id": 3})
