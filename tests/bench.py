@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare this project with other libraries, in speed and memory.
 
-The rows are steps, launches, checkpoints, data loaders, tokens, chats and clicks.
+The rows are steps, launches, checkpoints, safetensors, data loaders, tokens, chats and clicks.
 
     python tests/bench.py [--only WORD ...] [--runs 3] [--json FILE]
 
@@ -264,6 +264,55 @@ def ckpt_times(peer):
         return saved | {"restored s": time.perf_counter() - began}
 
 
+# ---- safetensors: 1.2 GB in Llama's shapes, in the page cache
+
+LLAMA_TENSORS = {"wq": (2048, 2048), "wk": (512, 2048), "wv": (512, 2048), "wo": (2048, 2048),
+                 "w_gate": (5632, 2048), "w_up": (5632, 2048), "w_down": (2048, 5632)}
+
+
+def make_tensors(folder):
+    """Write a float32 file with five layers of LLAMA_TENSORS and an embedding."""
+    import ckpt
+    folder, rng = Path(folder), np.random.default_rng(0)
+    folder.mkdir()
+    shapes = {f"{i}.{name}": shape for i in range(5) for name, shape in LLAMA_TENSORS.items()}
+    shapes["embed"] = (32000, 2048)
+    tensors = ((name, rng.random(shape, np.float32)) for name, shape in shapes.items())
+    ckpt.write_safetensors(folder / "model.safetensors", shapes, "float32", tensors)
+
+
+def tensors_rate(read):
+    """Return the GB per second of read(folder); another process writes the files."""
+    folder = cached("tensors", lambda path: in_process("make_tensors", str(path)))
+    n_bytes = sum(len(path.read_bytes()) for path in folder.glob("*.safetensors"))
+    began = time.perf_counter()
+    arrays = read(folder)
+    assert arrays
+    return n_bytes / (time.perf_counter() - began) / 1e9
+
+
+def tensors_ours():
+    """Read into stacked and transposed arrays on the device."""
+    import jax
+    import jax.numpy as jnp
+
+    import ckpt
+    sharding = jnp.zeros(()).sharding
+    wanted = {name: ({(i,): f"{i}.{name}" for i in range(5)}, True) for name in LLAMA_TENSORS}
+    like = {name: jax.ShapeDtypeStruct((5, n_in, n_out), jnp.float32, sharding=sharding)
+            for name, (n_out, n_in) in LLAMA_TENSORS.items()}
+    wanted["embed"] = {(): "embed"}, False
+    like["embed"] = jax.ShapeDtypeStruct((32000, 2048), jnp.float32, sharding=sharding)
+    return tensors_rate(lambda folder: jax.block_until_ready(
+        ckpt.read_tensors(ckpt.open_tensors(folder), wanted, like)))
+
+
+def tensors_load_file():
+    """Read into NumPy arrays without a change."""
+    from safetensors.numpy import load_file
+    return tensors_rate(lambda folder: [load_file(p) for p in folder.glob("*.safetensors")])
+
+
 # ---- loaders: batches of 12 x 1024 from 100M uint16 tokens on disk
 
 def token_file():
@@ -508,6 +557,7 @@ ROWS = STEPS | {  # name: (unit, whether more is better, {contestant: function a
                                 "torch.compile": "start_torch compiled"}),
     "start warm": ("s", False, {"ours": "start_ours warm", "torch": "start_torch"}),
     "ckpt": ("", False, {"ours": "ckpt_times ours", "orbax": "ckpt_times orbax"}),
+    "safetensors": ("GB/s", True, {"ours": "tensors_ours", "load_file": "tensors_load_file"}),
     "loader": ("Mtokens/s", True, {"ours": "loader_ours", "nanoGPT": "loader_nanogpt",
                                    "grain": "loader_grain"}),
     "prepare bytes": ("MB/s", True, {"ours": "prepare_ours bytes"}),
