@@ -227,6 +227,8 @@ class Config:
 
     # ---- mesh
 
+    # A run may resume with another value of the fields from here on: see RESUMABLE_FIELDS.
+
     # devices along dp, which splits batch, gradients and moments (ZeRO-2); -1: all remaining
     dp: Axis = 1
     # devices along fsdp, which splits the batch, the moments and the parameters (ZeRO-3); -1: all

@@ -297,7 +297,7 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
             while not wait([item], timeout=0.1).done or item.result() is None:
                 if stopped():
                     return
-                if item.done():  # its data is missing: ask again
+                if item.done() and item.result() is None:  # its data is missing: ask again
                     if not is_missing:
                         on_missing(i)
                     is_missing = True

@@ -254,9 +254,8 @@ def _self_attention(x_BTD, w, attend, attn_inputs, cfg):
     # heads, as [B, heads, T, H]. Over sp this is the all-to-all of Ulysses; over tp nothing moves.
     # K then counts kv heads with the copies that give each device of tp and sp at least one.
     q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH)
-    cos, sin = attn_inputs["cos"], attn_inputs["sin"]
-    q_BNTH = _written(_rotate(_written(q_BNTH, cfg), cos, sin), cfg)
-    k_BKTH = _written(_rotate(_written(k_BKTH, cfg), cos, sin), cfg)
+    q_BNTH = _rotate(q_BNTH, attn_inputs, cfg)
+    k_BKTH = _rotate(k_BKTH, attn_inputs, cfg)
     a_BNTH = attend(q_BNTH, k_BKTH, v_BKTH)
     a_BTNH = _to_sequence_sharding(a_BNTH)  # back, by a second all-to-all over sp
     return _linear(a_BTNH.reshape(*x_BTD.shape[:2], -1), w, "wo", cfg)
@@ -323,15 +322,15 @@ def _attention_mask(query_pos, n_keys, window):
     return mask
 
 
-def _rotate(x, cos, sin):
+def _rotate(x, attn_inputs, cfg):
     """Rotate the two halves of each head of x [B, heads, T, H] (Hugging Face's order) in float32.
 
     The flip of the halves and the signed sin make the 2x2 rotation. A flip, not a concatenation:
     XLA vectorizes it.
     """
-    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
-    rotated = halves * cos + halves[..., ::-1, :] * sin
-    return rotated.reshape(x.shape).astype(x.dtype)
+    halves = _written(x, cfg).astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    rotated = halves * attn_inputs["cos"] + halves[..., ::-1, :] * attn_inputs["sin"]
+    return _written(rotated.reshape(x.shape).astype(x.dtype), cfg)
 
 
 # ---- loss
@@ -726,8 +725,9 @@ _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 # ---- mixed precision on CPUs
 
 def _written(x, cfg):
-    """x; under "mixed" XLA writes it and its gradient to memory: it would compute them again in
-    each kernel that reads them, and multiply in float32 by a transpose that it fuses.
+    """x itself, a hint for speed: under "mixed" XLA writes it and its gradient to memory. It would
+    compute them again in each kernel that reads them, and multiply in float32 by a transpose that
+    it fuses.
 
     Not over several devices, which would gather x.
     """

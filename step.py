@@ -178,22 +178,21 @@ def make_optimizer(cfg, table):
     """
     kinds, decays, rates = {}, {}, {}
     for name, row in _trained(table, table).items():
-        kind = row.get("optimizer", cfg.optimizer)
+        chosen = row.get("optimizer", cfg.optimizer)
         is_matrix = row["init"][0] == "normal"
         decays[name] = cfg.weight_decay * row.get("decay_mult", float(is_matrix))
         # A multiple of lr_at: 1, or without --lr the ratio of the default rates of the two
-        # optimizers. Before kind changes below, since AdamW under Muon keeps Muon's rate.
+        # optimizers.
         rates[name] = row.get("lr_mult", 1.0)
         if cfg.lr == -1:
-            rates[name] *= DEFAULT_LR[kind] / DEFAULT_LR[cfg.optimizer]
+            rates[name] *= DEFAULT_LR[chosen] / DEFAULT_LR[cfg.optimizer]
 
-        # Muon is for stacks of matrices, one per layer. AdamW updates the other parameters.
+        # Muon is for stacks of matrices, one per layer. AdamW updates the other parameters, with
+        # Muon's rate.
         is_stack = is_matrix and len(row["shape"]) > 2
-        if kind == "muon" and not is_stack:
-            kind = "adamw"
-        kinds[name] = kind
+        kinds[name] = "adamw" if chosen == "muon" and not is_stack else chosen
 
-    def add_weight_decay(directions, params):
+    def decay_and_scale(directions, params):
         updates = {}
         for name, direction in directions.items():
             if decays[name]:
@@ -210,7 +209,7 @@ def make_optimizer(cfg, table):
         (optimizer,) = optimizers.values()
     else:
         optimizer = optax.partition(optimizers, kinds)
-    return optax.chain(optimizer, optax.stateless(add_weight_decay))
+    return optax.chain(optimizer, optax.stateless(decay_and_scale))
 
 
 # ---- evaluation

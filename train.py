@@ -461,7 +461,7 @@ def train(run, state, progress):
             # Get the next batch. This waits while a growing folder has no new file.
             batch, waited_s = next(batches, (None, 0.0))
             if batch is None:  # a stop was requested during the wait
-                stop = poll_requests(run, step, progress, is_waiting=True)
+                stop = stop_reason(run, step, progress)
                 break
             begin_epochs(run, step)
             batch = run_hooks(run["hooks"], "data", batch)
@@ -480,12 +480,13 @@ def train(run, state, progress):
             # Report a save that has finished.
             if progress["pending_save"] and progress["pending_save"]["future"].done():
                 wait_for_save(run, progress)
+
+        # Log the last metrics. They may change the reason and the exit code.
+        log_step(run, progress)
     except Exception:
         save_before_error(run, state, progress)
         raise
 
-    # Log the last metrics. They may change the reason and the exit code.
-    log_step(run, progress)
     stop = stop_reason(run, step, progress) or stop
     batches.close()
     # Save, unless this step has done so. Without save_end only a request to stop or save does.
