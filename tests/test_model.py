@@ -249,6 +249,7 @@ def test_loss_sums_equal_numpy(change):
     cfg = dataclasses.replace(BASE, n_layers=1, **change)
     params, batch = random_params(cfg), random_batch(cfg)
     batch["labels"][1] = -100
+    batch["labels"][2, 1:] = -100  # one label is left
     sums, counts = jax.jit(lambda p: model.loss_fn(p, batch, cfg))(as_f32(params))
     want = np_sums(params, batch, cfg)
     assert set(sums) == set(counts) == set(want)
