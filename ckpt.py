@@ -192,11 +192,8 @@ def read_meta(root, step):
 
 
 def restore_newest(root, like, log=print):
-    """(step, tree) of the newest checkpoint that every process can read; see `restore`.
-
-    A run resumes with this, through `restore_run`, once `newest_meta` has found a checkpoint. The
-    two differ when arrays of the newest checkpoint are corrupted. `log` gets a message for each
-    corrupted checkpoint.
+    """(step, tree) of the newest checkpoint that every process can read; see `restore`. A run
+    resumes with this. `log` gets a message for each corrupted checkpoint.
 
     Process 0 lists the checkpoints. Raises ValueError when no checkpoint can be read, KeyError and
     TypeError as `restore` does.

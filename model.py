@@ -121,8 +121,9 @@ def init(key, cfg, table=None):
 # Sharding: step.py lowers all of this under jax.set_mesh. Parameters come in with the specs of
 # param_table. Only activations are constrained, by _shard(x, *mesh axes of each dim; a missing
 # one is unsplit). XLA inserts the collectives, since axes are Auto: it gathers weights over
-# WEIGHT_AXES and sums over tp. Written by hand are only those in the gradient of _look_up and in
-# sections for tiles and kernels.
+# WEIGHT_AXES and sums over tp. `wq`, for example, is stored with D split over WEIGHT_AXES and its
+# heads over tp; before its product, D is gathered. Written by hand are only the collectives in the
+# gradient of _look_up and in sections for tiles and kernels.
 
 def hidden_states(params, batch, cfg, train_keys=None):
     """Everything before the logits: (x_BTD, unembed_DV, router statistics [B, T], averaged over

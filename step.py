@@ -97,7 +97,7 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
         "finite": finite,
         "skipped": n_skipped,
         "counts": counts,
-        "n_labels": counts.get("loss", counts["objective"]),
+        "n_labels": counts.get("loss", counts["objective"]),  # a custom loss may lack "loss"
     }
     _check_names(sums, own_metrics)
     return new_state, jax.tree.map(jnp.float32, metrics | own_metrics)
@@ -132,7 +132,8 @@ def _sum_over_microbatches(f, batch, A):
         return f(batch)
 
     def split(x):
-        # Row b goes to microbatch b mod A, so that every device keeps its rows.
+        # Row b goes to microbatch b mod A: no row leaves its device, since each device has
+        # consecutive rows, and so a part of every microbatch.
         return jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0)
 
     def add(total, microbatch):
