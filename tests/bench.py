@@ -114,9 +114,7 @@ def our_rate(run, batches, tokens):
 
 
 def torch_train_step(sizes, dtype, compiled):
-    """Return (step(), tokens per step) of a PyTorch GPT with nanoGPT's choices. sizes: a dict with
-    the keys SIZES.
-    """
+    """(step(), tokens per step) of a PyTorch GPT with nanoGPT's choices; sizes: keys SIZES."""
     import torch
     import torch.nn.functional as F
     L, D, N, V, T, B = (sizes[k] for k in SIZES)
@@ -414,9 +412,7 @@ CHAT_TEMPLATE = (
 
 
 def chats_folder(template):
-    """Return a folder with a tokenizer and 1,500 chats of three questions and answers. template:
-    "marked" or "unmarked", whether it marks answers.
-    """
+    """A folder with a tokenizer and 1,500 chats; template: "marked" or "unmarked" answers."""
     def make(folder):
         from tokenizers import Tokenizer
         folder.mkdir()

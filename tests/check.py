@@ -75,11 +75,7 @@ REFERENCE = "numbers/reference"  # the other items of numbers need its results
 # ---- the items
 
 def list_items(machine):
-    """The items to run on a machine, the most telling first. machine: the figures of `look`.
-
-    An item has "name", which begins with its part; "call", a function of this file and its
-    arguments; and "env", the environment variables to set.
-    """
+    """Items {"name": PART/..., "call": (function, arguments ...), "env"}, most telling first."""
     on_cpu = machine["platform"] == "cpu"
     n_devices = machine["n_devices"]
     items = []
@@ -141,10 +137,7 @@ def kernels_of(machine):
 
 
 def choose(items, words):
-    """The items of these parts or with these names, and the references if they need them.
-
-    Raises ValueError for a word that is neither.
-    """
+    """The items of these parts or with these names, and the references if they need them."""
     chosen = []
     for word in words:
         # The speed of a shape and its peak memory are measured together.
@@ -230,9 +223,7 @@ def main():
 
 
 def run_item(item, context):
-    """Run an item in a process of its own, at most to its limit. Add each record when it is
-    printed, and one if the item does not run to its end.
-    """
+    """Run an item in a process with a limit; add each record, and one if it does not end well."""
     began = time.monotonic()
     left_s = context["deadline"] - began
     unmade = [each["item"] for each in context["records"] if each["status"] in ("FAIL", "SKIP")]
@@ -307,8 +298,7 @@ def add_record(item, new, context):
 
 
 def add_end(item, status, reason, context):
-    """Add the record of an item that was not run to its end, with the command that runs it alone.
-    """
+    """Add the record of an item that did not end well, with the command that runs it alone."""
     name = item["name"]
     text = (f"{reason}; alone: python tests/check.py --only {name} --limit {2 * LIMIT_S} "
             f"--out_dir out/check-{name.replace('/', '-')}")
@@ -349,9 +339,7 @@ def write_report(context):
 # ---- the machine
 
 def look_at_machine():
-    """The figures of `look` in a process of its own, so that this one leaves the devices to the
-    items.
-    """
+    """The figures of `look`, from a process that leaves the devices to the items."""
     run = subprocess.run([sys.executable, __file__, "--run", "look"], cwd=ROOT, timeout=120,
                          text=True, capture_output=True)
     if run.returncode:
@@ -401,9 +389,7 @@ def cache_dir():
 
 
 def make_batch(setup):
-    """A batch on the devices: random tokens, a tenth of the labels ignored, documents of 100
-    tokens.
-    """
+    """A batch on the devices: random tokens, 1 in 10 labels ignored, documents of 100 tokens."""
     cfg = setup["cfg"]
     shape = (cfg.batch_size, cfg.seq_len)
     rng = np.random.default_rng(0)
@@ -554,9 +540,7 @@ LOSS_BOUNDS = {"float32": 2e-6, "mixed": 1e-3, "bfloat16": 1e-3, "float16": 2e-4
 UPDATE_BOUND = 1e-3  # of AdamW's move: the rounding of float32 parameters, which are larger
 
 def make_references():
-    """Compute loss and gradients of each case in float64 on the CPU, by a definition of the model
-    that shares no code with model.py, operation by operation.
-    """
+    """Compute loss and gradients of each case in float64 on the CPU, operation by operation."""
     assert jax.config.jax_enable_x64 and jax.devices()[0].platform == "cpu"
     for case in CASES:
         setup = setup_of(SMALL | CASES[case] | {"dtype": "float32"})
@@ -586,9 +570,7 @@ def reference_path(case):
 
 
 def define_loss(params, batch, cfg):
-    """(objective, cross-entropy) of a batch by the definition of the model, in the dtype of
-    the parameters.
-    """
+    """(objective, cross-entropy) by the definition of the model, without code of model.py."""
     tokens = batch["tokens"]
     labels = batch["labels"]
     B, T = tokens.shape
@@ -696,9 +678,7 @@ def small_step(case, changes):
 
 
 def against_float64(name, case, found, precision):
-    """The record of one step: loss and gradients against the reference, and the moves of the
-    parameters against AdamW in float64 from the step's own gradients.
-    """
+    """Compare loss and gradients with the reference, and moves with AdamW in float64."""
     saved = np.load(reference_path(case))
     cfg = found["cfg"]
     loss_error = abs(found["loss"] / float(saved["loss"]) - 1)
@@ -830,8 +810,7 @@ def determinism(how):
 
 
 def repeat_step(how, n_calls):
-    """Call one compiled step many times from one state, for at most SECONDS; compare the digests.
-    """
+    """Call one compiled step many times, for at most SECONDS; compare the digests."""
     option, _, n_threads = how.partition("-")
     if option == "threads" and hasattr(os, "sched_setaffinity"):  # before JAX makes its threads
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(n_threads)])
@@ -916,9 +895,7 @@ def kill(event, row):
 
 
 def resume():
-    """Kill a run with SIGKILL, resume it, and compare its last checkpoint with that of a run that
-    nobody killed.
-    """
+    """Kill a run, resume it, and compare its last checkpoint with that of an undisturbed run."""
     folder = Path(os.environ["CHECK_SCRATCH"], "resume")
     folder.mkdir()
     hooks = folder / "hooks.py"

@@ -141,9 +141,7 @@ def read_runs(folders):
 
 
 def read_rows(path):
-    """The rows of metrics.jsonl that matter here, without their histograms, which are large. A run
-    may be writing the last one. A number that is not finite is None.
-    """
+    """The rows of metrics.jsonl without histograms; numbers that are not finite are None."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):
@@ -233,9 +231,7 @@ def nan_if_none(x):
 
 
 def state_of(path, rows, steps):
-    """(state, reason) of a run, as far as its folder shows it. reason: why it is not a good end,
-    or "".
-    """
+    """(state, reason why it is not a good end, or "") of a run, as far as its folder shows it."""
     last = rows[-1] if rows else {"event": ""}
     if last["event"] == "error":
         return "crashed", last["error"].partition("\n")[0]
@@ -270,9 +266,7 @@ def is_locked(path):
 # ---- the table
 
 def differing_fields(runs):
-    """Names of the fields in which the configs differ: first those that define a run, then those
-    that may change when it resumes.
-    """
+    """Fields in which the configs differ: first those that define a run, then the others."""
     names = dict.fromkeys(name for run in runs for name in run["config"])
     differing = [name for name in names if name not in HIDDEN_FIELDS and n_values(runs, name) > 1]
     return sorted(differing, key=lambda name: name in config.RESUMABLE_FIELDS)
@@ -296,9 +290,7 @@ def format_field(name, value):
 
 
 def table_columns(runs, fields, by):
-    """The columns of the table, in their order: [{"title", "rank", "cells"}]. When there is no
-    room, those of the highest ranks are dropped.
-    """
+    """Columns [{"title", "rank", "cells"}]; without room those of the highest ranks go."""
     columns = []
 
     def add(title, rank, cells):

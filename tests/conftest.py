@@ -95,11 +95,7 @@ def cache_dir():
 
 @pytest.fixture
 def tiny(tmp_path, cache_dir, monkeypatch):
-    """tiny(**changes) returns a Config that trains in seconds, with its own text and out_dir.
-
-    The learning rate does not depend on the number of steps, so runs of any length share one
-    compiled step. The plot is disabled, because it takes longer than such a run.
-    """
+    """tiny(**changes) returns a Config that trains in seconds, without the plot, which is slow."""
     monkeypatch.setattr(train, "OBSERVERS", train.OBSERVERS[:-1])  # no plot
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} bottles of beer on the wall, {i} bottles of beer. "

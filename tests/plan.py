@@ -72,10 +72,7 @@ class PlanConfig(config.Config):
 
 
 def main(cfg, hooks=(), task=train.TEXT):
-    """Print the plan of a step. Returns a dict with "exit_code" and what `measure` returns.
-
-    Raises ValueError for a mode other than training, and for errors that train.main finds.
-    """
+    """Print the plan of a step; return what `measure` returns, and "exit_code"."""
     if cfg.mode not in ("train", "plan"):
         config.raise_if_errors([f"mode {cfg.mode}: only training can be planned; remove --mode"])
     run = train.setup_run(cfg, task, planned_devices(cfg) if cfg.plan_for else None)
@@ -101,11 +98,7 @@ def main(cfg, hooks=(), task=train.TEXT):
 
 
 def planned_devices(cfg):
-    """The TPU slices or GPUs that cfg.plan_for names, to compile for. This machine may lack them.
-    Without the compiler of GPUs they are AbsentGpus.
-
-    Raises ValueError for unknown names and shapes, and for TPUs if their compiler is missing.
-    """
+    """The TPU slices or GPUs that cfg.plan_for names; AbsentGpus without the compiler of GPUs."""
     name, _, shape = cfg.plan_for.partition(":")
     is_gpu = name in GPUS
     compiler = importlib.util.find_spec("jax_cuda12_plugin" if is_gpu else "libtpu")
@@ -235,11 +228,7 @@ def gpus(cfg):
 
 
 def measure(run):
-    """The result of train.estimate, with what the compiled step sends and how long it takes.
-
-    Adds "collectives", {(kind, axes): [count, bytes a device sends]} from the most bytes to the
-    least, "sent_bytes", "memory_traffic_bytes", "host_bytes", and the keys of `roofline`.
-    """
+    """The result of train.estimate, `traffic` and `roofline` of the compiled step."""
     mesh = run["mesh"]
     if isinstance(mesh.devices.flat[0], AbsentGpu):
         return estimate_from_shapes(run)
@@ -265,9 +254,7 @@ def add_recomputation(flop, cfg):
 
 
 def estimate_from_shapes(run):
-    """Estimate without a compiler what `measure` returns, in the same form. Of the time of a step
-    only "products_s" is known, the time of the FLOP at the peak.
-    """
+    """Estimate without a compiler what `measure` returns; of the time only "products_s"."""
     cfg, mesh, task = run["cfg"], run["mesh"], run["task"]
     memory = state_bytes(run)
     cost = {"flop": {}, "collectives": {}, "sent_bytes": 0}
@@ -311,9 +298,7 @@ def state_bytes(run):
 
 
 def activation_bytes(cfg, n):
-    """Estimate the activations of a transformer on a device, for one microbatch: those of each
-    layer that cfg.remat keeps for backward, all of one layer, and the logits. n: {axis: size}.
-    """
+    """Estimate of a microbatch: what remat keeps, all of one layer, logits. n: {axis: size}."""
     tokens = cfg.batch_size * cfg.seq_len / (n["dp"] * n["fsdp"] * n["ep"] * n["sp"])
     tokens /= cfg.grad_accum_steps
     heads = 2 * (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / n["tp"]  # q, k, v, output
@@ -332,10 +317,7 @@ def activation_bytes(cfg, n):
 
 
 def roofline(cost, kind):
-    """{"seconds": {resource: seconds at its full rate}, "step_s", "mfu"} on a device of this kind.
-
-    {} if its rates are not known.
-    """
+    """{"seconds": {resource: seconds at its full rate}, "step_s", "mfu"}; {} without rates."""
     tflops, _ = steplib.peaks(kind)
     gbps = first_prefix(BANDWIDTHS, kind)
     if not tflops or not gbps:
@@ -408,9 +390,7 @@ def traffic(text, mesh, slices=1):
 
 
 def slice_numbers(mesh, n_slices):
-    """The number of each device's slice, in the form of the mesh. Slices are groups of devices, of
-    equal sizes: those of a slice of TPUs, or those with consecutive ids.
-    """
+    """The number of each device's slice (for GPUs: of its host), in the form of the mesh."""
     def position(device):
         return getattr(device, "slice_index", None) or 0, device.id
 

@@ -179,9 +179,7 @@ def wait_for(ready, runs):
 
 
 def kill_run(start, cfg, rng):
-    """Start a run and kill one or both of its processes, at most a second after a save or, one in
-    ten, while they start. Return what happened, or None when the run had reached its end.
-    """
+    """Kill one or both processes of a run, at most a second after a save or while they start."""
     root = f"{cfg.out_dir}/ckpt"
     saved = ckpt.latest(root)
     runs = start(cfg)

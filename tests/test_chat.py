@@ -50,8 +50,7 @@ def read_until(process, end, timeout_s=200):
 
 @pytest.mark.slow
 def test_a_conversation_in_the_terminal(tiny, tmp_path):
-    """A tuned model answers as mode sample does; Ctrl-C stops an answer, /reset forgets, Ctrl-D
-    ends.
+    """Answers are those of mode sample; Ctrl-C stops one, /reset forgets, Ctrl-D ends.
 
     Break: tests/recipes/chat.py: "content": answer}) => "content": ""})
     """

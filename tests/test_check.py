@@ -75,8 +75,7 @@ def test_chosen_items_come_with_what_they_need(monkeypatch, capsys):
 # ---- records
 
 def test_wrong_steps_are_found(tmp_path, monkeypatch):
-    """Of several arrays the largest error counts, also if it is NaN. Gradients that were all 3% too
-    large before they were clipped fail by their norm; a wrong move of a parameter fails too.
+    """NaN is the largest error; gradients all 3% too large fail by their norm; so do moves.
 
     Break: tests/check.py: GRADIENT_BOUNDS[precision] / 5, => GRADIENT_BOUNDS[precision],
     """
@@ -101,9 +100,7 @@ def test_wrong_steps_are_found(tmp_path, monkeypatch):
 # ---- the command
 
 def copy_project(folder, *edits):
-    """Copy the six files and check.py, which knows the machine, with each (file, old, new)
-    replaced. Returns the folder.
-    """
+    """Copy the six files and check.py with each (file, old, new) replaced; return the folder."""
     (folder / "tests").mkdir(parents=True)
     for path in (*ROOT.glob("*.py"), ROOT / "tests/check.py"):
         shutil.copy(path, folder / path.relative_to(ROOT))
@@ -146,8 +143,7 @@ FIRST_RECORD = "yield record('PASS', 'first', 'good')"
 
 
 def test_items_that_fail_keep_their_records(tmp_path):
-    """An item that is killed, raises, does not end or has no record is a FAIL, with the command
-    that runs it alone. The report has the machine, its flags and all records.
+    """Killed, raising, endless and silent items are FAILs with the command that runs each alone.
 
     Break: tests/check.py: elif code or not n_records: => elif code:
     """

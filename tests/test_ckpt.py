@@ -567,9 +567,7 @@ def calls_of(trace, root):
 
 
 def states(before, calls):
-    """The sets of files (path, age) that may exist when a save stops, three for each call: all that
-    it did (a kill); only what is synced; that and all deletions (a power loss).
-    """
+    """The files that may exist after each call: after a kill, and after two kinds of power loss."""
     def files(entries):
         return frozenset((path, age) for path, age in entries.items() if age != "folder" and all(
             str(above) in entries for above in Path(path).parents))

@@ -129,8 +129,7 @@ def test_a_loss_on_other_validation_data_does_not_count(tmp_path):
 
 
 def test_losses_that_are_not_finite_and_rows_that_do_not_count(tmp_path, capsys):
-    """A loss that is not finite is never the best, and rows of a person or half a line do not
-    count.
+    """They are never the best; neither counts a row of a person or half a line.
 
     Break: tests/compare.py: if row[by] is not None] => if row["step"] > 0]
     """

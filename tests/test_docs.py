@@ -185,9 +185,7 @@ def writers_of(text):
 
 
 def kinds_of(command):
-    """What a command does that others may not: its programs, and the modes, files, runs and
-    packages that its flags of train.py name. Other flags need no run: tests/test_fields.py has it.
-    """
+    """The programs of a command, and its NAMING_FLAGS; test_fields.py runs the other flags."""
     found = set()
     for part in re.sub(r"pip install .*? && ", "", command).split(" && "):
         script = (re.findall(r"(\w+\.py)\b", part) or [part.split()[0]])[-1]
@@ -263,9 +261,7 @@ PLAIN_CALL = re.compile(r"python (train\.py|tests/recipes/(?!chat)\w+\.py)"
 
 
 def run_shell(folder, command):
-    """Run a command as a user's shell does, with caches beside the folder. A plain call runs in
-    this process, which saves the seconds in which JAX is imported.
-    """
+    """Run a command as a user's shell does, or a plain call in this process, which is faster."""
     env = {"HOME": str(folder.parent / "home"), "PYTHONDONTWRITEBYTECODE": "1",
            "XLA_FLAGS": re.sub(r"--xla_force_host\S+", "", os.environ["XLA_FLAGS"])}
     call = PLAIN_CALL.fullmatch(command)
@@ -303,9 +299,7 @@ def run_here(folder, home, script, flags):
 
 @pytest.fixture(scope="session")
 def filled(tmp_path_factory):
-    """A copy of the project with small data files, a run `out/default` and a model on disk. All
-    workers of a session share it.
-    """
+    """A copy of the project with small data, a run and a model, shared by all workers."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = shared / "documents"
@@ -357,8 +351,7 @@ def test_a_command_runs(command, project):
 
 
 def test_each_command_is_legal(tmp_path, monkeypatch):
-    """The flags of each command parse, and are legal on some number of devices; runs of the day in
-    the guide have the names that it prints.
+    """Flags parse, and are legal on some devices; runs in the guide have the names it prints.
 
     Break: tests/COMMANDS.md: --packing best_fit --seq_len => --packing best --seq_len
     """
@@ -431,8 +424,7 @@ def test_flags_exist():
 
 
 def test_names_exist():
-    """Each file that the documents link or name exists, each heading that they link, and each
-    function and table that the README says to edit.
+    """Each file and heading that is linked, and each name that the README says to edit, exists.
 
     Break: README.md: (tests/GUIDE.md#hooks) => (tests/GUIDE.md#a-hook)
     """

@@ -122,8 +122,7 @@ def test_loss_and_gradient(n_tiles):
 
 
 def test_rows(tmp_path, capsys):
-    """Rows of 7 bytes equal those written by hand; dots are ends and padding, dashes ignored
-    labels.
+    """Rows of 7 bytes written by hand; dots are ends and padding, dashes ignored labels.
 
     Break: tests/recipes/dpo.py: [longest - T - 1:] => [longest - T:]
     """
@@ -266,8 +265,7 @@ def train_dpo(cfg, kill_step=0):
 
 @pytest.mark.slow
 def test_killed_and_resumed_equals_straight_and_another_mesh_agrees(tiny, tmp_path):
-    """A killed run resumes bit-exactly though its base run changed, and another mesh agrees to
-    1e-4.
+    """Bit-exactly though its base run changed, and another mesh agrees to 1e-4.
 
     Break: tests/recipes/dpo.py: if is_known and saved.startswith( =>
     if False and saved.startswith(

@@ -43,9 +43,7 @@ def make(tiny):
 
 @pytest.mark.slow
 def test_a_run_on_endless_rows_resumes_bit_exactly(make):
-    """A run that was killed ends with the parameters, moments and losses of one that was not. Its
-    checkpoint has the number of rows before its step. Other rows are refused. The rows in use are
-    deleted when the run ends.
+    """A killed run ends as one that was not; other rows are refused.
 
     Break: tests/recipes/endless.py: n_before - stream["n_read"]) => 0)
     """
@@ -66,9 +64,7 @@ def test_a_run_on_endless_rows_resumes_bit_exactly(make):
 
 
 def test_each_token_is_a_label_once(make, monkeypatch):
-    """Rows are used in the order in which they came, ten at once and shuffled among these: each
-    token is a label once. Another process makes its part of the same batches. Rows that are no
-    longer in use are deleted. An error says that the rows have ended.
+    """Rows are shuffled ten at once, the same in each process, and deleted after use.
 
     Break: tests/recipes/endless.py: shuffled(drawn - first, => shuffled(0 * drawn,
     """
@@ -95,8 +91,7 @@ def test_each_token_is_a_label_once(make, monkeypatch):
 
 
 def test_rows_from_standard_input(make, monkeypatch):
-    """Each line is a row in JSON, and an error names a line that is not. Fields that need data of a
-    known size are refused.
+    """Each line is a row in JSON; fields that need data of a known size are refused.
 
     Break: tests/recipes/endless.py: enumerate(sys.stdin, 1) => enumerate(sys.stdin)
     """

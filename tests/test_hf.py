@@ -133,8 +133,7 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in MODELS])
 def test_a_hugging_face_model_has_the_same_logits_and_tokens(name, tmp_path):
-    """Logits, greedy tokens (the quick ones) and the written tensors are those of transformers.
-    Phi-3, which fuses projections, is written as Mistral.
+    """Logits, greedy tokens and written tensors are those of transformers; Phi-3 becomes Mistral.
 
     Break: model.py: block_sparse_moe.experts.{}.w1.weight => block_sparse_moe.experts.{}.w2.weight
     """
@@ -303,9 +302,7 @@ def stored(folder, files):
 
 
 def stack(dtype=np.float32):
-    """Return ({tensor: array}, pieces, like) of one matrix and of 2 x 3 matrices [5, 7] that are
-    stacked and transposed.
-    """
+    """({tensor: array}, pieces, like) of a matrix, and of 2 x 3 that are stacked and transposed."""
     rng = np.random.default_rng(0)
     tensors = {f"{i}.{e}.w": rng.normal(size=(5, 7)).astype(dtype)
                for i in range(2) for e in range(3)} | {"e": rng.normal(size=(11, 4)).astype(dtype)}
@@ -629,9 +626,7 @@ def test_fields_that_contradict_the_hugging_face_config_are_refused(tiny, tmp_pa
 
 
 def tied_folder(folder, change=lambda x: x):
-    """Save the weights of a small tied model, with a changed copy of the embedding as
-    lm_head.weight in another file; return the config of the model.
-    """
+    """Save a small tied model and a changed copy of its embedding as lm_head; return its config."""
     cfg = config.derive_text(config.Config(
         d_model=16, n_layers=1, n_heads=2, d_ff=24, vocab_size=40, tie_embeddings=True))
     params, pieces = draw(cfg), model.hf_pieces(cfg)

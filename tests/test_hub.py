@@ -142,8 +142,7 @@ def test_only_the_needed_files_are_fetched(monkeypatch):
 # ---- runs
 
 def test_a_run_with_names(cache, tiny, tmp_path, capsys, monkeypatch):
-    """A run has the sizes, weights, tokenizer and texts of its names, and exports the tokenizer and
-    config. --mode plan asks for no weights and no texts. A run does not resume with other texts.
+    """A run has sizes, weights, tokenizer and texts of its names, and keeps to its revision.
 
     Break: train.py: data.hub_path(path, weights=True) => data.hub_path(path)
     """

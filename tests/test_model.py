@@ -267,8 +267,7 @@ def test_loss_sums_equal_numpy(change):
     ("bias", 5, {"z": 0.1, "loss": 0.3}),
 ])
 def test_gradients_equal_finite_differences(variant, tiles, terms):
-    """Along random directions, to 1e-4 of the norm: float32 rounds at 1e-6, differences err by
-    1e-9.
+    """Along random directions, to 1e-4 of the norm; differences err by 1e-9.
 
     Break: model.py: _linear(jax.nn.silu(gate) * up, w, "w_down", cfg) =>
     _linear(jax.lax.stop_gradient(jax.nn.silu(gate) * up), w, "w_down", cfg)
@@ -358,8 +357,7 @@ def random_attention(T, dtype="float32", B=3, N=4, K=2, H=6):
     (64, 10, False, "float32"),  # the last key of a block that is seen, by one query alone
 ])
 def test_blocks_equal_the_dense_form_and_numpy(T, window, packed, dtype, monkeypatch):
-    """Values and gradients, to 4e-5 of the largest in float32 and 4 roundings in 16 bits, also
-    where blocks do not divide T.
+    """Values and gradients, to 4e-5 of the largest in float32 and 4 roundings in 16 bits.
 
     Break: model.py: jnp.exp(old_max_BKGt1 - max_BKGt1) => jnp.exp(max_BKGt1 - max_BKGt1)
     """
@@ -397,8 +395,7 @@ def test_blocks_equal_the_dense_form_and_numpy(T, window, packed, dtype, monkeyp
     (0, True, slice(0, 32), slice(32, 64)),
 ])
 def test_blocks_that_cannot_meet_are_not_touched(window, packed, poisoned, clean, monkeypatch):
-    """NaNs among the values do not reach a query whose block is before them, beyond the window, or
-    in other segments; a masked block would add 0 * NaN. Blocks have 8 tokens.
+    """NaNs do not reach queries before them, beyond the window, or in other segments.
 
     Break: model.py: (back - 1) * t + 1 < window => (back - 1) * t + 1 < window + t
     """
@@ -612,8 +609,7 @@ def on_platform(platform):
 
 
 def test_tiles_of_logits_follow_device_and_mesh():
-    """Fewer tiles on a GPU, in float32 and on a mesh; a tile has at least as many tokens as the
-    model is wide, since each reads and writes the head's gradient.
+    """Fewer tiles on a GPU, in float32 and on a mesh; none is smaller than the model is wide.
 
     Break: model.py: LOGIT_BYTES = {"gpu": 2**31 => LOGIT_BYTES = {"gpu": 2**28
     """
@@ -671,8 +667,7 @@ def test_layers_are_unrolled_by_platform():
     ("_matmul_f32", "float32", (), 48, 64, 32), ("_matmul_f32", "bfloat16", (), 48, 64, 32),
     ("_matmul_mixed", "float32", (), 48, 64, 32), ("_matmul_mixed", "float32", (2, 3), 48, 32, 64)])
 def test_products_round_their_operands_alone(product, dtype, batch, M, D, F):
-    """Products and gradients are float64's of rounded operands, to 1e-6 of the largest; a gradient
-    in bfloat16 is rounded once more.
+    """Products and gradients are float64's of rounded operands, to 1e-6 of the largest.
 
     Break: model.py: dy.astype(jnp.bfloat16) => dy
     """
@@ -694,8 +689,7 @@ def test_products_round_their_operands_alone(product, dtype, batch, M, D, F):
 
 @pytest.mark.slow
 def test_mixed_is_float32_but_for_its_products(monkeypatch):
-    """Loss (1%) and gradients (4% of the norm; bfloat16: 7.5%) are near float32's, and all operands
-    of products are narrow, by halves or by blocks.
+    """Loss (1%) and gradients (4%; bfloat16: 7.5%) are near float32's; operands are narrow.
 
     Break: model.py: if cfg.dtype != "mixed": => if True:
     """
@@ -737,8 +731,7 @@ def test_greedy_generation_is_the_argmax_of_full_forwards(variant):
 
 
 def test_generation_compiles_once_and_each_step_has_a_key_of_its_own(monkeypatch):
-    """For all keys, tokens and lengths of one shape; other keys draw other tokens. From uniform
-    logits a token repeats the one before by chance, 1/V, within 6 sd.
+    """Tokens repeat by chance, 1/V within 6 sd, and other keys draw others.
 
     Break: model.py: jax.random.fold_in(key, i), cfg) => key, cfg)
     """
@@ -832,8 +825,7 @@ def test_logits_that_are_not_finite_draw_no_token(value, change):
 
 
 def test_flops_equal_a_hand_count():
-    """6 per matmul weight and token (4 if frozen), 12 per head width and mean key, within half a
-    key.
+    """6 per weight and token (4 if frozen), 12 per head width and mean key, within half a key.
 
     Break: model.py: matmuls + 3 * attention, => matmuls + 6 * attention,
     """
@@ -947,8 +939,7 @@ def test_tiles_keep_all_logits_from_existing():
 
 @pytest.mark.slow
 def test_mlp_tiles_keep_the_gradient_and_need_less():
-    """In 8 tiles, and over tp 4, LoRA's too: to 1e-5 of the largest entry, in less than half of the
-    memory, and over tp with less than half of the FLOPs of a device.
+    """To 1e-5 of the largest entry, in half of the memory, and over tp in half of the FLOPs.
 
     Break: model.py: jax.lax.map(jax.checkpoint(tile_mlp), => jax.lax.map(tile_mlp,
     """

@@ -218,8 +218,7 @@ def test_traffic_is_what_was_written():
 
 
 def test_ulysses_moves_heads_and_gathers_no_sequence():
-    """Over sp 4 a step has two all-to-alls a layer forward and two backward; what else crosses sp
-    is weights, gradients and scalars.
+    """A step over sp 4 has four all-to-alls a layer; weights, gradients and scalars cross too.
 
     Break: model.py: if mixed or _axis_size("sp") == 1 => if True
     """
@@ -274,8 +273,7 @@ def test_what_crosses_slices_is_known():
 # ---- plans
 
 def test_a_plan_says_what_a_step_sends_and_how_long_it_takes(tiny, monkeypatch, capsys):
-    """Collectives from the most bytes to the least; no array and no folder is made. Where rates are
-    known there is a time, except in float32.
+    """Nothing is made, and where rates are known there is a time, except in float32.
 
     Break: tests/plan.py: key=lambda row: -row[1][1] => key=lambda row: row[1][1]
     """
@@ -430,8 +428,7 @@ GPU = dict(plan_for="h100:1x1", d_model=512, n_layers=2, n_heads=8, n_kv_heads=0
 @needs_cuda
 @pytest.mark.parametrize("remat, forward", [("named", 2), ("full", 4)])
 def test_a_gpu_multiplies_in_bfloat16_and_attends_by_cudnn(tiny, remat, forward):
-    """No product takes float32 operands, cuDNN attends once a layer, or twice where it is
-    recomputed, and no array has all logits.
+    """Once a layer, or twice where it is recomputed; and no array has all logits.
 
     Break: model.py: y = jnp.dot(rows, w) =>
     y = jnp.dot(rows, w, preferred_element_type=jnp.float32)

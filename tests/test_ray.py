@@ -80,8 +80,7 @@ def always(event, value):
 
 def test_two_workers_train_as_one_process_and_a_killed_one_changes_no_bit(
         folder, address, cache_dir, capfd):
-    """Losses equal those of one process; after a kill the job restarts from the save and is bit-
-    identical.
+    """The job restarts from the save after a kill, and is bit-identical.
 
     Break: tests/recipes/on_ray.py: if "start" in received: => if False:
     """

@@ -32,9 +32,7 @@ NO_DATA = "data 'missing.txt': no such file"
 
 
 def kill_at(step, cfg=None):
-    """Return a hook that kills the process with SIGKILL at the metrics of `step`; with cfg, once
-    the run has a checkpoint.
-    """
+    """A hook that kills the process at the metrics of `step`, with cfg once it is saved."""
     def hook(event, value):
         if event == "step" and value["step"] == step:
             while cfg and not ckpt.steps(f"{cfg.out_dir}/ckpt"):

@@ -23,9 +23,7 @@ SMALL = rl.RlConfig(
 
 
 def test_advantages_and_objective_are_those_of_reinforce():
-    """Answers of random parameters: an advantage is the reward less the mean of the other rewards
-    in its group, and the objective is the sum over answers of -advantage times log-probability,
-    which float64 NumPy computes from the logits, up to the line end.
+    """They equal float64 NumPy's, from rewards and logits up to the line end.
 
     Break: tests/recipes/rl.py: / (cfg.group_size - 1) => / cfg.group_size
     """
@@ -67,8 +65,7 @@ def test_advantages_and_objective_are_those_of_reinforce():
 
 @pytest.mark.slow
 def test_a_model_learns_to_add_and_draws_the_same_answers_from_a_checkpoint_on(tmp_path, cache_dir):
-    """The mean reward of the answers rises from below 0.2 to above 0.5. A branch from step 100
-    ends with the same bits.
+    """The mean reward rises from 0.2 to 0.5; a branch from step 100 has the same bits.
 
     Break: tests/recipes/rl.py: "objective": -(batch => "objective": (batch
     """

@@ -110,9 +110,7 @@ def without_uses(text, names):
 
 
 def delete(features, folder):
-    """Write the project without these features into a folder. Return how many lines outside of
-    their rooms changed.
-    """
+    """Write the project without these features; return how many other lines changed."""
     texts, removed = {}, {}
     banners = {banner for feature in features for banner in feature.split(", ")}
     there = {banner for file in test_names.FILES for _, banner in test_names.rooms_of(file)}

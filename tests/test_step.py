@@ -159,9 +159,7 @@ def np_rmsprop(m, v, g, t, cfg):
 
 
 def np_adafactor(m, v, g, t, cfg):
-    """Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4 with its decay 1 - t^-0.8. These arrays
-    are too small to be factored.
-    """
+    """Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4, unfactored, decay 1 - t^-0.8."""
     decay = 1 - t**-0.8
     v = decay * v + (1 - decay) * (g**2 + 1e-30)
     u = g / np.sqrt(v)
@@ -208,8 +206,7 @@ def np_muon(momentum):
 
 
 def test_muon_equals_numpy():
-    """Each layer's first two steps are NumPy's to 1e-4; other parameters start as with Adam, and a
-    gradient of zero moves nothing.
+    """Two steps of each layer are NumPy's to 1e-4; other parameters start as with Adam.
 
     Break: step.py: 2.0315 * (gram @ gram) => 2.0315 * (gram * gram)
     """
@@ -234,8 +231,7 @@ def test_muon_equals_numpy():
 
 
 def test_adafactor_takes_each_matrix_and_vector_of_a_stack_alone():
-    """Matrices and vectors of layers and experts have optax's values for each alone, though
-    gradients of the others have another size (1e-5).
+    """Each has optax's values, though gradients of the others have another size (1e-5).
 
     Break: step.py: n_dims = 2 if table => n_dims = 3 if table
     """
@@ -494,8 +490,7 @@ def test_a_mesh_gives_the_same_steps():
 
 
 def test_a_state_is_born_sharded_and_stays_so(two_by_two):
-    """As announced: fsdp and tp leave a quarter of each matrix on a device, dp half of that of its
-    moments (ZeRO-2). The step deletes the old state.
+    """fsdp and tp leave a quarter of each matrix on a device, dp half of its moments (ZeRO-2).
 
     Break: step.py: names = (*jax.tree.leaves(axes), "dp") => names = (*jax.tree.leaves(axes),)
     """
@@ -536,8 +531,7 @@ def test_gradients_are_sharded_like_their_moments():
 
 @pytest.mark.slow
 def test_moments_on_the_host_change_nothing():
-    """They are there before and after a step, sharded as on devices; steps are bit-identical, and
-    digests those of one device.
+    """They stay there, sharded as on devices; steps and digests are bit-identical.
 
     Break: step.py: state_shardings(shapes, table, mesh, "pinned_host") =>
     state_shardings(shapes, table, mesh)
@@ -573,8 +567,7 @@ def np_digest_sums(x):
 
 
 def test_a_digest_is_of_all_bits_and_their_positions():
-    """The sums are those of Python's integers for each dtype and leaf. A flipped bit, two exchanged
-    values, or all signs flipped give another digest.
+    """The sums are those of Python's integers for each dtype and leaf, and one bit counts.
 
     Break: step.py: _mix(bits + _mix(index ^ jnp.uint32(seed))) =>
     bits * (_mix(index ^ jnp.uint32(seed)) | 1)
@@ -625,8 +618,7 @@ def test_a_step_that_is_not_finite_leaves_the_model_as_it_was():
 
 
 def test_parameters_and_moments_have_their_dtypes():
-    """dtype bfloat16 leaves parameters in float32; param_dtype bfloat16 rounds once, after a move
-    and decay in float32. Moments are float32 in both.
+    """param_dtype bfloat16 rounds once, after a move in float32; moments are float32.
 
     Break: step.py: old_opt, _f32(old_params)) => old_opt, old_params)
     """
@@ -761,8 +753,7 @@ def fake_device(platform, i, slice_index):
 
 
 def test_slices_split_the_axis_that_crosses_the_slow_network():
-    """Groups split dp, or fsdp where dp is 1. Devices with a slice index need their number of
-    slices.
+    """Groups split dp, or fsdp where dp is 1; their number is that of the devices' slices.
 
     Break: step.py: axis = "fsdp" if sizes["dp"] == 1 else "dp" => axis = "fsdp"
     """
@@ -845,8 +836,7 @@ def vector_sums(batch):
 
 
 def test_sums_may_be_vectors():
-    """They are means in the metrics of an accumulated step, 0 where the count is 0, and sums in an
-    evaluation, to 1e-6; all replicated.
+    """Means of an accumulated step, 0 where the count is 0; sums in an evaluation, to 1e-6.
 
     Break: step.py: jit(eval_fn, out_shardings=replicated) => jit(eval_fn)
     """
@@ -944,8 +934,7 @@ def test_init_takes_given_parameters():
     ({}, {"parameters": 48, "moments": 64 + 4}),
     (dict(offload_optimizer=True), {"parameters": 48, "moments": 4, "moments in host memory": 64})])
 def test_memory_by_kind_equals_a_hand_count(change, kinds):
-    """The total is also step and skipped, 4 of 16 rows of x and y, temporaries, six metrics, the
-    learning rate, and XLA's pointers to results.
+    """The total has also batch, step, skipped, metrics, rate, temporaries and XLA's pointers.
 
     Break: step.py: stats.argument_size_in_bytes + added_bytes(stats) => added_bytes(stats)
     """
@@ -1004,9 +993,7 @@ SAVERS = [{"grad_accum_steps": 2}, {"grad_accum_steps": 4}, {"remat": "full"}, {
 
 
 def made_up_peak(changes):
-    """Bytes of a step: 1000 GiB for the state, or 500; 100 for each row, or 40. --remat does
-    nothing.
-    """
+    """Bytes of a step: for the state, and for each row; --remat does nothing."""
     state = 500 if "offload_optimizer" in changes else 1000
     row = 40 if "mlp_tiles" in changes else 100
     return (state + row * 4 / changes.get("grad_accum_steps", 1)) * 2**30
@@ -1021,8 +1008,7 @@ def made_up_peak(changes):
     (530, "a smaller --batch_size, or more devices along fsdp, tp or sp (540 GiB with "
           "--grad_accum_steps 4 --mlp_tiles 8 --offload_optimizer)")])
 def test_flags_are_added_until_a_run_fits(limit, words):
-    """In their order, without those that have no effect. A run that seemed to fit has to save a
-    tenth. Where only two flags together compile, both stay.
+    """In their order, without those that have no effect alone or together.
 
     Break: step.py: new_peak < 0.99 * peak => new_peak <= peak
     """

@@ -28,9 +28,7 @@ from test_train import losses, rows
 
 @pytest.fixture
 def folder(tmp_path):
-    """folder(**fields): training data in windows of a folder of small texts, as a task opens it;
-    and a function that adds a file of n letters to it.
-    """
+    """(function that opens the windows of a folder of texts, function that adds a file to it)."""
     (tmp_path / "days").mkdir()
 
     def add(name, letter, n):
@@ -264,9 +262,7 @@ def test_windows_without_a_label(tmp_path, capsys):
 
 @pytest.fixture
 def days(tiny, tmp_path):
-    """days(**fields) is a config with windows of 3, 2 and 2 batches, one file a day, and separate
-    validation data.
-    """
+    """days(**fields) is a config with windows of 3, 2 and 2 batches, and validation data."""
     (tmp_path / "days").mkdir()
     for day, letter, n in ((1, "a", 24), (2, "b", 16), (9, "c", 16)):
         (tmp_path / "days" / f"day{day}.txt").write_text(letter * (16 * n - 1))
@@ -282,8 +278,7 @@ def days(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_in_windows_resumes_after_the_folder_has_grown(days, tmp_path):
-    """A run that stopped within a window first reads the windows it had begun, then the new files;
-    an evaluation follows each window, and hooks get the name of each file before it.
+    """It first reads the windows it had begun, then the new files, and evaluates after each.
 
     Break: train.py: intervals["eval"] = {"window": 1} | intervals["eval"] => pass
     """
@@ -333,8 +328,7 @@ def train_days(cfg, kill_step=0):
 
 @pytest.mark.slow
 def test_capped_days_are_evaluated_on_the_next_one_and_resume_bit_exactly(days, tmp_path):
-    """A pass takes two steps of a day, and then the run evaluates on the next day; after a kill
-    within a day all ends the same.
+    """A pass takes two steps of a day; after a kill within a day all ends the same.
 
     Break: tests/recipes/windows.py: min(window["n"], most or window["n"]) => window["n"]
     """
