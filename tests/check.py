@@ -3,7 +3,7 @@
 
     python tests/check.py                        everything that fits into --minutes 10
     python tests/check.py --only numbers         one part
-    python tests/check.py --only speed/rates     one item
+    python tests/check.py --only resume/killed   one item
 
 For new hardware, a new driver or a new JAX. Each check prints PASS or FAIL with a figure and its
 bound. An item is a process of its own with a time limit, so that a crash or a hang fails that item
@@ -102,7 +102,6 @@ def list_items(machine):
     add_numbers([first_kernel], "", "cases")
     for how in repeated:
         add(f"determinism/{how}", "determinism", how)
-    add("speed/rates", "rates")
     add(f"speed/{first_shape}", "speed", first_shape)
 
     # A resumed run, meshes, the other dtypes and kernels, the other shapes.
@@ -407,32 +406,6 @@ def programs_of(setup):
 
 
 # ---- speed and memory
-
-def rates():
-    """Measure a large matrix product and a large copy: what this device reaches at all."""
-    on_cpu = jax.devices()[0].platform == "cpu"
-    n, dtype, n_bytes = (2048, jnp.float32, 2**28) if on_cpu else (8192, jnp.bfloat16, 2**32)
-    keys = jax.random.split(jax.random.key(0))
-    a, b = (jax.random.normal(key, (n, n), dtype) for key in keys)
-    x = jax.random.normal(keys[0], (n_bytes // 4,), jnp.float32)
-    tflops = 2 * n**3 / seconds_of(jax.jit(jnp.matmul), a, b) / 1e12
-    gbps = 2 * n_bytes / seconds_of(jax.jit(lambda x: -x), x) / 1e9
-    text = f"{n}^3 product in {a.dtype} {tflops:,.4g} TFLOP/s; copy {gbps:,.4g} GB/s"
-    yield record("INFO", "rates", text, tflops=tflops, gbps=gbps)
-
-
-def seconds_of(f, *args, n=10):
-    """The median seconds of a call, of 10 calls in a row each."""
-    jax.block_until_ready(f(*args))
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(n):
-            result = f(*args)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - began) / n)
-    return statistics.median(times)
-
 
 def speed(shape):
     """Measure the speed and the peak memory of a shape, and compare both with the plan."""
@@ -922,19 +895,15 @@ def resume():
     for name in ("killed", "whole"):
         tree = train.ckpt.restore(str(folder / name / "ckpt"), N_STEPS)
         found[name], _ = train.ckpt.flatten(tree)
-    wrong = different_arrays(found["killed"], found["whole"])
+    killed, whole = found["killed"], found["whole"]
+    wrong = [name for name in sorted(killed.keys() | whole.keys())
+             if name not in killed or name not in whole
+             or killed[name].tobytes() != whole[name].tobytes()]
     result = checked("killed and resumed", len(wrong), 0, f"killed after step {KILL_STEP} of "
                      f"{N_STEPS} and resumed; arrays of the last checkpoint that differ:")
     if wrong:
         result["text"] += f", the first is {wrong[0]}"
     yield result
-
-
-def different_arrays(found, expected):
-    """The names of the arrays of two checkpoints that are not bit-identical."""
-    return [name for name in sorted(found.keys() | expected.keys())
-            if name not in found or name not in expected
-            or found[name].tobytes() != expected[name].tobytes()]
 
 
 if __name__ == "__main__":

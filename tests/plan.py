@@ -129,10 +129,6 @@ def planned_devices(cfg):
     config.raise_if_errors([config.field_error(cfg, "plan_for", error)])
 
 
-def gpu_of(plan_for):
-    return GPUS[plan_for.partition(":")[0]]
-
-
 def hosts_and_gpus(plan_for):
     """(hosts, GPUs of each): h100:8x4 has 8 hosts of 4, h100:8 has one host of 8."""
     *n_hosts, per_host = plan_for.partition(":")[2].split("x")
@@ -150,7 +146,7 @@ class AbsentGpu:
 
 
 def absent_gpus(cfg):
-    gpu = gpu_of(cfg.plan_for)
+    gpu = GPUS[cfg.plan_for.partition(":")[0]]
     hosts, per_host = hosts_and_gpus(cfg.plan_for)
     capability = "{}.{}".format(*gpu["capability"])
     return [AbsentGpu(i, i // per_host, gpu["kind"], capability) for i in range(hosts * per_host)]
@@ -196,7 +192,7 @@ GPUS = {
 def gpus(cfg):
     """The GPUs that cfg.plan_for names. Autotuning is off, as it would run on a GPU."""
     from jax._src import xla_bridge
-    gpu = gpu_of(cfg.plan_for)
+    gpu = GPUS[cfg.plan_for.partition(":")[0]]
     numbers = dict(
         threads_per_block_limit=1024, threads_per_warp=32, threads_per_core_limit=2048,
         shared_memory_per_block=48 * 2**10, shared_memory_per_core=gpu["shared_kib"] * 2**10,
@@ -259,10 +255,6 @@ def estimate_from_shapes(run):
     memory = state_bytes(run)
     cost = {"flop": {}, "collectives": {}, "sent_bytes": 0}
     limit = steplib.memory_limit(mesh)
-    if not task["flops"]:  # not a transformer
-        total = sum(memory.values())
-        return cost | {"memory": memory | {"total": total}, "peaks": {}, "fits": total <= limit}
-
     flops, formula = task["flops"]({}, cfg)
     cost["flop"][f"model: {formula}"] = flops * task["units_per_step"](cfg) / mesh.size
     add_recomputation(cost["flop"], cfg)
@@ -302,8 +294,9 @@ def activation_bytes(cfg, n):
     tokens = cfg.batch_size * cfg.seq_len / (n["dp"] * n["fsdp"] * n["ep"] * n["sp"])
     tokens /= cfg.grad_accum_steps
     heads = 2 * (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / n["tp"]  # q, k, v, output
-    hidden = 3 * (expert_slots(cfg) or 1) * cfg.d_ff / n["tp"]  # gate, up, product
-    hidden /= max(cfg.mlp_tiles, 1)
+    hidden = 3 * cfg.d_ff / n["tp"] / max(cfg.mlp_tiles, 1)  # gate, up, product
+    if cfg.n_experts:
+        hidden *= cfg.experts_per_token * (cfg.capacity_factor or 1)
     layer = 4 * cfg.d_model + heads + hidden  # inputs of two blocks, before and after their norms
     kept = {"none": layer, "dots": 2 * cfg.d_model + heads + hidden, "full": cfg.d_model,
             "named": cfg.d_model + heads, "offload": 0}[cfg.remat]
@@ -313,7 +306,8 @@ def activation_bytes(cfg, n):
     else:  # as model.count_tiles chooses them
         head = 4 * cfg.vocab_size * cfg.d_model / n["tp"]
         logits = min(logits, max(train.model.LOGIT_BYTES["gpu"], head))
-    return tokens * itemsize(cfg) * (cfg.n_layers * kept + layer) + logits
+    itemsize = 2 if "16" in cfg.dtype else 4
+    return tokens * itemsize * (cfg.n_layers * kept + layer) + logits
 
 
 def roofline(cost, kind):
@@ -343,16 +337,6 @@ def first_prefix(table, kind):
         if kind.startswith(prefix):
             return value
     return None
-
-
-def itemsize(cfg):
-    """Bytes of an activation."""
-    return 2 if "16" in cfg.dtype else 4
-
-
-def expert_slots(cfg):
-    """Slots of experts per token: rows that the MLPs of a layer compute, if it has experts."""
-    return cfg.n_experts and cfg.experts_per_token * (cfg.capacity_factor or 1)
 
 
 # ---- reading compiled text (HLO)
@@ -391,10 +375,8 @@ def traffic(text, mesh, slices=1):
 
 def slice_numbers(mesh, n_slices):
     """The number of each device's slice (for GPUs: of its host), in the form of the mesh."""
-    def position(device):
-        return getattr(device, "slice_index", None) or 0, device.id
-
-    devices = sorted(mesh.devices.flat, key=position)
+    devices = sorted(mesh.devices.flat,
+                     key=lambda device: (getattr(device, "slice_index", None) or 0, device.id))
     number = {device.id: i * n_slices // len(devices) for i, device in enumerate(devices)}
     return np.vectorize(lambda device: number[device.id])(mesh.devices)
 

@@ -150,29 +150,29 @@ def test_items_that_fail_keep_their_records(tmp_path):
     folder = copy_project(
         tmp_path / "copy",
         planted("known_forms", FIRST_RECORD, "os.kill(os.getpid(), signal.SIGKILL)"),
-        planted("rates", "yield record('INFO', 'first', '120 ms', step_s=0.12)",
+        planted("make_references", "yield record('INFO', 'first', '120 ms', step_s=0.12)",
                 "yield checked('memory', 0.5, 0.1, 'peak 30 GiB')",
                 "raise ArithmeticError('no luck')"),
         planted("resume", "yield from ()"),
         planted("mesh", FIRST_RECORD, "time.sleep(600)"))
     code, output, records = run_check(
-        folder, "--only", KNOWN_FORMS, "speed/rates", "resume", "mesh", "--limit", "15")
+        folder, "--only", KNOWN_FORMS, check.REFERENCE, "resume", "mesh", "--limit", "15")
     assert code == 1, output
     ends = [each for each in records if each["name"] == "all"]
     kept = [each["status"] for each in records if each["name"] != "all"]
-    assert kept == ["PASS", "INFO", "FAIL", "PASS"]
-    for each, words in zip(ends, ("ended with exit code -9",
-                                  "ended with exit code 1: ArithmeticError: no luck",
+    assert kept == ["INFO", "FAIL", "PASS", "PASS"]
+    for each, words in zip(ends, ("ended with exit code 1: ArithmeticError: no luck",
+                                  "ended with exit code -9",
                                   "ended with exit code 0: ;", "stopped after 15 s"), strict=True):
         assert each["status"] == "FAIL" and each["text"].startswith(words)
-    assert f"python tests/check.py --only {KNOWN_FORMS} --limit 600" in ends[0]["text"]
+    assert f"python tests/check.py --only {KNOWN_FORMS} --limit 600" in ends[1]["text"]
 
     assert output.splitlines()[0] == "1 x a CPU, 2 threads; Python 3.11, jax 0.10.2"
     counts = "2 passed, 5 failed, 0 skipped, 1 measured"
     assert f"{counts}; report: " in output.splitlines()[-1]
     text = (folder / "out/check/check.md").read_text()
     for words in ("1 x a CPU, 2 threads; Python 3.11, jax 0.10.2;", "`XLA_FLAGS=--some_flag`",
-                  "| speed/rates | memory | FAIL | peak 30 GiB 0.5 (at most 0.1) |", counts):
+                  "| numbers/reference | memory | FAIL | peak 30 GiB 0.5 (at most 0.1) |", counts):
         assert words in text
     assert not list(folder.glob("out/check/scratch-*"))
 
