@@ -3,7 +3,7 @@
 
 The rows are steps, launches, checkpoints, safetensors, data loaders, tokens, chats and clicks.
 
-    python tests/bench.py [--only WORD ...] [--runs 3] [--json FILE]
+    python tests/bench.py [--only WORD ...] [--runs 3]
 
 A separate process takes every figure. The runs of the contestants are interleaved, and the table
 shows medians and ratios. tests/requirements-bench.txt lists the other libraries; a library that is
@@ -574,7 +574,7 @@ def measure(call):
 
 
 def compare(name, runs):
-    """Print the medians of a row and the ratios; return {contestant: {part: values}}."""
+    """Print the medians of a row and the ratios."""
     unit, more, contestants = ROWS[name]
     values = {who: {} for who in contestants}
     order = list(contestants)
@@ -596,7 +596,6 @@ def compare(name, runs):
                 ratio = ours / other if more else other / ours
                 words.append(f"{who} {other:,.4g} (ours {ratio:.2f}x)")
         print(f"{name} {part}".strip() + ": " + ", ".join(words), flush=True)
-    return values
 
 
 def hardware():
@@ -619,7 +618,6 @@ def main():
     parser.add_argument("--only", nargs="+", default=[""],
                         help="run the rows whose name contains one of these words")
     parser.add_argument("--runs", type=int, default=3, help="interleaved runs of each contestant")
-    parser.add_argument("--json", default="", help="file for all figures")
     parser.add_argument("--one", nargs="+",
                         help="measure one function of this file in this process: name, arguments")
     args = parser.parse_args()
@@ -628,10 +626,9 @@ def main():
         print(json.dumps(globals()[name](*rest)))
         return
     print(hardware())
-    rows = [name for name in ROWS if any(word in name for word in args.only)]
-    figures = {name: compare(name, args.runs) for name in rows}
-    if args.json:
-        Path(args.json).write_text(json.dumps({"on": hardware(), "rows": figures}, indent=1))
+    for name in ROWS:
+        if any(word in name for word in args.only):
+            compare(name, args.runs)
 
 
 if __name__ == "__main__":

@@ -77,30 +77,27 @@ def why_green(name, file, old, new):
     return f"exit code {code}: {output[-300:]}"
 
 
-def run_named(words, n_jobs):
+def main():
     """Apply the breaks of all tests whose names have one of the words. Returns an exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--jobs", type=int, default=1)
+    args = parser.parse_args()
     found, missing = named_breaks()
-    chosen = [each for each in found if not words or any(word in each[0] for word in words)]
+    chosen = [each for each in found
+              if not args.words or any(word in each[0] for word in args.words)]
 
     def is_red(named_break):
         reason = why_green(*named_break)
         print("GREEN" if reason else "red  ", named_break[0], reason, flush=True)
         return not reason
 
-    with ThreadPoolExecutor(n_jobs) as pool:
+    with ThreadPoolExecutor(args.jobs) as pool:
         n_red = sum(pool.map(is_red, chosen))
     for name in missing:
         print(f"{name}: names no break")
     print(f"{n_red} of {len(chosen)} breaks turn their test red")
     return int(n_red < len(chosen) or bool(missing))
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--jobs", type=int, default=1)
-    args = parser.parse_args()
-    return run_named(args.words, args.jobs)
 
 
 if __name__ == "__main__":

@@ -113,9 +113,6 @@ def planned_devices(cfg):
         error = f"write the sides of a slice, as in {name}:4x4"
     elif not is_gpu and not compiler:
         error = "its compiler is missing: pip install 'jax[tpu]<0.13'"
-    elif is_gpu and compiler and cfg.deterministic and jax.__version_info__ >= (0, 12):
-        error = ("with --deterministic, XLA of jax 0.12 compiles for a GPU only where one is; "
-                 "plan without it, or with jax 0.10")
     elif is_gpu and compiler and cfg.offload_optimizer:
         error = ("with --offload_optimizer, absent GPUs cannot be planned: JAX does not know their "
                  "host's memory; plan without it, or where such a GPU is")

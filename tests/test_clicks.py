@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from sklearn.metrics import roc_auc_score
 
-import ckpt
 import model
 import step
 import train
@@ -27,6 +26,7 @@ import make_clicks
 import bench
 from test_recipes import assert_same_arrays, kill_at, killed_and_resumed
 from test_step import BASE, batch_structs, compiled, host, place
+from test_train import rows as log_rows
 
 SMALL = "user=2^12", "item=2^12", "category=2^8", "history=2^12:4"
 
@@ -42,10 +42,6 @@ def planted(tmp_path, cache_dir):
             eval_batches=0)
         return clicks.ClicksConfig(**defaults | fields)
     return make
-
-
-def rows_of(cfg, event):
-    return [row for row in ckpt.read_log(cfg.out_dir) if row["event"] == event]
 
 
 @pytest.mark.slow
@@ -120,7 +116,7 @@ def test_it_ranks_nearly_as_well_as_the_truth(planted, monkeypatch):
     monkeypatch.setattr(make_clicks, "SIZES", {"user": 100, "item": 100, "category": 10})
     cfg = planted(3, 30_000, lr=1e-2, batch_size=256)
     summary = train.main(cfg, [clicks.sparse_rows], clicks.TASK)
-    evaluations = rows_of(cfg, "eval")
+    evaluations = log_rows(cfg.out_dir, "eval")
     assert [row["step"] for row in evaluations] == [118, 235]  # 117.2 and 234.4 batches
     assert all(row["val_n_labels"] == 30_000 for row in evaluations)
     day = np.load(cfg.data[0].replace("*", "day002"))
@@ -129,7 +125,7 @@ def test_it_ranks_nearly_as_well_as_the_truth(planted, monkeypatch):
     assert best - 0.01 < evaluations[-1]["val_auc"] < best
     assert evaluations[-1]["val_auc"] > dense + 0.1
     assert 0.5 < evaluations[-1]["val_group_auc"] < best
-    assert {"auc", "group_auc", "groups_left_out"} <= rows_of(cfg, "log")[-1].keys()
+    assert {"auc", "group_auc", "groups_left_out"} <= log_rows(cfg.out_dir, "log")[-1].keys()
     assert summary["step"] == 351
 
 
@@ -216,7 +212,6 @@ def test_validation_data_are_all_files_of_all_globs(planted, tmp_path):
 @pytest.mark.parametrize("change, words", [
     (dict(label=np.int64([0, 1, 2, 0])), "label 2 of example 2: must be 0 or 1"),
     (dict(label=np.int64([[0], [1], [1], [0]])), r"label \(4, 1\): must be \[n\]"),
-    (dict(label=np.array(["0", "1", "1", "0"])), "label has dtype <U1: must be numbers"),
     (dict(user=None), "has no 'user'"),
     (dict(user=np.float64([1, 2, np.nan, 4])), "user has dtype float64: must be integers"),
     (dict(user=np.array([1, None, 2, 3])), "user cannot be read; .*as an array of numbers: Object"),
@@ -225,7 +220,6 @@ def test_validation_data_are_all_files_of_all_globs(planted, tmp_path):
     (dict(dense=np.full((4, 4), 1e99)), "dense 1e.99 of example 0, column 0: must be finite"),
     (dict(history_n=np.int64([0, 1, 2, 3])), "history_n 3 of example 3: must be from 0 to 2"),
     (lambda content: content[: len(content) // 2], "cannot be read; write it again with np.savez"),
-    (lambda content: content.replace(b"NUMPY", b"other"), "[a-z]+ cannot be read; write it again"),
 ])
 def test_a_malformed_day_is_rejected(tmp_path, change, words):
     """The error names file, array, value and rule; ids beyond NAME_n may have any value.

@@ -22,10 +22,9 @@ assert config.derive_text(cfg).head_dim == 32
 import data, pathlib
 pathlib.Path("a.txt").write_text("to be, or not to be " * 9)
 dataset = data.open_dataset(["a.txt"], data.make_tokenizer("bytes"), {"seq_len": 8})
-train, val = data.split(dataset, 0.2)
+train, _ = data.split(dataset, 0.2)
 for batch, waited_s in data.prefetch(lambda step: data.batch_at(train, step, 4), 0, 3):
     assert batch["tokens"].shape == batch["labels"].shape == (4, 8)
-assert data.eval_batch_at(val, 0, 4)["tokens"].shape == (4, 8)
 """,
     "model": """
 import config, model, jax, jax.numpy as jnp
@@ -45,36 +44,27 @@ assert float(counts["loss"]) == 10 and abs(sums["loss"] - 10 * jnp.log(11)) < 1e
     "step": """
 import config, step, jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-cfg = config.Config(
-    dp=-1, fsdp=1, optimizer="adamw", weight_decay=0.0, clip_norm=0.0, lr=0.1, dtype="float32",
-    schedule="constant", warmup_steps=0.0, steps=60, grad_accum_steps=2)
+cfg = config.Config(dp=-1, fsdp=1, optimizer="adamw", lr=0.1, dtype="float32", steps=60)
 def loss_fn(params, batch, cfg):
-    off = batch["x"] * params["w"] + params["b"] - batch["y"]
+    off = batch["x"] * params["w"] - 3 * batch["x"]
     return {"objective": (off * off).sum()}, {"objective": jnp.float32(off.size)}
-table = {"w": dict(shape=(1,), spec=P(), init=("normal", 1.0)),
-         "b": dict(shape=(1,), spec=P(), init=("constant", 0.0))}
-init = lambda key, cfg: {"w": jax.random.normal(key, (1,)), "b": jnp.zeros(1)}
+table = {"w": dict(shape=(1,), spec=P(), init=("normal", 1.0))}
+init = lambda key, cfg: {"w": jax.random.normal(key, (1,))}
 mesh, x = step.make_mesh(cfg), jnp.linspace(-1, 1, 8)[:, None]
 rows = jax.sharding.NamedSharding(mesh, P("dp"))
 shape = jax.ShapeDtypeStruct((8, 1), jnp.float32, sharding=rows)
-lowered = step.lower_steps(cfg, mesh, table, loss_fn, init, {"x": shape, "y": shape})
-made = step.compile_steps(lowered)
+made = step.compile_steps(step.lower_steps(cfg, mesh, table, loss_fn, init, {"x": shape}))
 state = made["init"](jax.random.key(0))
-batch = jax.device_put({"x": x, "y": 3 * x - 2}, rows)
 for i in range(cfg.steps):
-    state, metrics = made["train_step"](state, batch, step.lr_at(i, cfg))
+    state, _ = made["train_step"](state, jax.device_put({"x": x}, rows), step.lr_at(i, cfg))
 assert int(state["step"]) == cfg.steps and abs(float(state["params"]["w"][0]) - 3) < 0.3
 """,
     "ckpt": """
-import ckpt, jax, jax.numpy as jnp, numpy as np
-tree = {"a": np.arange(6).reshape(2, 3), "b": [jnp.ones((3,), jnp.bfloat16) / 3, jnp.int32(7)]}
-ckpt.wait(ckpt.save("here", 5, tree, {"note": "hello"}))
+import ckpt, jax.numpy as jnp, numpy as np
+tree = {"a": np.arange(6).reshape(2, 3), "b": jnp.ones((3,), jnp.bfloat16) / 3}
+ckpt.wait(ckpt.save("here", 5, tree))
 back = ckpt.restore("here", ckpt.latest("here"), tree)
-assert jax.tree.structure(back) == jax.tree.structure(tree)
-for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(back)):
-    assert old.dtype == new.dtype and (np.asarray(old) == np.asarray(new)).all()
-assert (ckpt.restore("here", 5)["b"]["0"] == np.asarray(tree["b"][0])).all()
-assert ckpt.read_meta("here", 5)["note"] == "hello"
+assert (back["a"] == tree["a"]).all() and (back["b"] == tree["b"]).all()
 """,
 }
 

@@ -151,16 +151,6 @@ def section(document, heading):
     return re.split(r"^#+ ", rest, maxsplit=1, flags=re.M)[0]
 
 
-def anchor(title):
-    """The name under which a link finds a heading."""
-    return re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
-
-
-def first_column(text):
-    """The text in backticks at the beginning of each row of a table."""
-    return re.findall(r"^\| `(\w+)`", text, re.M)
-
-
 # ---- running the commands
 
 def reason_to_skip(command):
@@ -442,7 +432,9 @@ def test_names_exist():
                 missing.append(f"{document}: {path}")
             elif heading:
                 titles = re.findall(r"^#+ (.*)", target.read_text(), re.M)
-                if heading not in map(anchor, titles):
+                anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+                           for title in titles]
+                if heading not in anchors:
                     missing.append(f"{document}: {path}#{heading}")
     for row in section("README.md", "## How to change it").splitlines():
         spans = re.findall(r"`([^`]+)`", row)
@@ -476,7 +468,7 @@ def test_events_of_a_run_are_in_the_guide(tiny):
     seen = set()
     train.main(tiny(steps=4, sample_every=2, sample_tokens=2),
                hooks=[lambda event, value: seen.add(event)])
-    listed = first_column(section("tests/GUIDE.md", "## Hooks"))
+    listed = re.findall(r"^\| `(\w+)`", section("tests/GUIDE.md", "## Hooks"), re.M)
     assert len(listed) == len({*listed}) and len(seen) >= 14
     missing = sorted(seen - {*listed})
     assert not missing, f"GUIDE.md, 'Hooks': add rows for the events {missing}"

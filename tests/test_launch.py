@@ -22,18 +22,13 @@ KILL_S = 10  # from a SIGTERM to mpirun to that of its processes, and from there
 ONE = {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")}
 
 
-def words_of(cfg):
-    """The command line of a process that runs train.py for cfg."""
-    path = Path(cfg.out_dir + ".json")
-    path.write_text(config.to_json(cfg))
-    return [sys.executable, str(ROOT / "train.py"), "--config", str(path)]
-
-
 def launch(cfg, before=(), **env):
     """A process that runs train.py for cfg, or a launcher of it, with one device each."""
+    path = Path(cfg.out_dir + ".json")
+    path.write_text(config.to_json(cfg))
+    words = [*before, sys.executable, str(ROOT / "train.py"), "--config", str(path)]
     with open(cfg.out_dir + ".log", "a") as log:
-        return subprocess.Popen([*before, *words_of(cfg)], stdout=log, stderr=log,
-                                env=os.environ | ONE | env)
+        return subprocess.Popen(words, stdout=log, stderr=log, env=os.environ | ONE | env)
 
 
 def by_slurm(cfg):

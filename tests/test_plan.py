@@ -11,34 +11,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import config
 import model
 import plan
 import step
 import train
+from test_step import SMALL, language_model, lm_batch, lowered
 
-SMALL = config.derive_text(config.Config(
-    d_model=16, n_layers=1, n_heads=8, head_dim=2, d_ff=16, vocab_size=32, seq_len=8,
-    batch_size=16, dtype="float32", optimizer="adamw"))
 CUDA = importlib.util.find_spec("jax_cuda12_plugin")
 needs_cuda = pytest.mark.skipif(
     not CUDA, reason="the compiler for NVIDIA's GPUs is not installed: pip install 'jax[cuda12]'")
 SPARSE = dataclasses.replace(SMALL, n_experts=8, capacity_factor=1.0)
 
 
-def lowered(cfg, devices=None):
-    """lower_steps of the small transformer."""
-    mesh = step.make_mesh(cfg, devices)
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-             for name, (shape, dtype, spec) in model.batch_shapes(cfg).items()}
-    return step.lower_steps(cfg, mesh, model.param_table(cfg), model.loss_fn, model.init, batch)
-
-
-def seen(cfg, devices=None):
+def seen(cfg):
     """plan.traffic's collectives of the small transformer's compiled update."""
-    steps = lowered(cfg, devices)
+    steps = lowered(cfg, lm_batch(), *language_model(cfg))
     text = steps["lower_train_step"]().compile().as_text()
     return plan.traffic(text, steps["mesh"], cfg.slices)["collectives"]
 
@@ -345,7 +335,7 @@ ABSENT = dict(plan_for="h100:8", d_model=512, n_layers=2, n_heads=8, n_kv_heads=
 
 
 def test_without_their_compiler_gpus_are_planned_from_shapes(tiny, monkeypatch, capsys):
-    """Parameters, moments, gradients and FLOPs by hand, and what the compiler would add.
+    """Parameters, moments, gradients and FLOPs by hand, and flags where it does not fit.
 
     Break: tests/plan.py: gpus if compiler else absent_gpus => gpus
     """
@@ -366,6 +356,9 @@ def test_without_their_compiler_gpus_are_planned_from_shapes(tiny, monkeypatch, 
     assert cost["exit_code"] == 0
     offloaded = planned(tiny, **ABSENT, dtype="auto", offload_optimizer=True)["memory"]
     assert offloaded["total"] == memory["total"] - memory["moments"]
+    assert planned(tiny, **ABSENT | dict(batch_size=2**15), dtype="auto")["exit_code"] == 1
+    said = capsys.readouterr().out
+    assert re.search(r"does not fit in 72.7 GiB; this may: --grad_accum_steps \d", said), said
 
 
 @pytest.mark.parametrize("remat, kept", [
@@ -381,18 +374,6 @@ def test_activations_by_hand(tiny, remat, kept):
     layer = 8 * 512 + 3 * 1376
     n_bytes = plan.activation_bytes(cfg, dict(dp=1, fsdp=8, ep=1, tp=1, sp=1))
     assert n_bytes == 1024 * (2 * (2 * kept + layer) + 4 * 32768)
-
-
-def test_what_does_not_fit_by_its_shapes_comes_with_flags(tiny, monkeypatch, capsys):
-    """A step of too many tokens is refused with the flags that make it fit.
-
-    Break: tests/plan.py: cost["fits"] = memory["total"] <= limit => cost["fits"] = True
-    """
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    cost = planned(tiny, **ABSENT | dict(batch_size=2**15), dtype="auto")
-    assert cost["exit_code"] == 1
-    said = capsys.readouterr().out
-    assert re.search(r"does not fit in 72.7 GiB; this may: --grad_accum_steps \d", said), said
 
 
 @pytest.mark.slow

@@ -165,9 +165,7 @@ def student(tiny_cfg, **changes):
 
 
 def train_student(cfg, kill_step=None):
-    hooks = []
-    if kill_step:
-        hooks.append(kill_at(kill_step, cfg))
+    hooks = [kill_at(kill_step, cfg)] if kill_step else []
     return train.main(cfg, hooks, distill.TASK)
 
 

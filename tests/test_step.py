@@ -771,18 +771,6 @@ def test_slices_split_the_axis_that_crosses_the_slow_network():
     assert [{d.slice_index for d in row.flat} for row in mesh.devices] == [{0}, {1}]
 
 
-def test_make_mesh_infers_one_size():
-    """Sizes that do not use all devices are a ValueError.
-
-    Break: step.py: len(devices) // n_taken => len(devices)
-    """
-    mesh = step.make_mesh(dataclasses.replace(BASE, dp=2, fsdp=-1, tp=2))
-    assert dict(mesh.shape) == {"dp": 2, "fsdp": 2, "ep": 1, "tp": 2, "sp": 1}
-    for sizes in (dict(dp=2, fsdp=3), dict(dp=3, fsdp=-1), dict(fsdp=-1, tp=-1)):
-        with pytest.raises(ValueError, match="Number of devices 8 must equal the product"):
-            step.make_mesh(dataclasses.replace(BASE, **sizes))
-
-
 def test_check_shapes_names_the_parameter():
     """A dim that the mesh cannot split is reported with name, size and parts; others are not.
 
