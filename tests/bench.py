@@ -73,9 +73,7 @@ def in_process(name, *args):
 # ---- a training step
 
 def our_run(dtype, shape):
-    """train.setup_run of a shape on one device. On a CPU "bfloat16" becomes "mixed": only matrix
-    products are in bfloat16, as in torch's autocast.
-    """
+    """train.setup_run of a shape on one device; bfloat16 is "mixed" on a CPU, as in autocast."""
     import train  # isort: skip  import before JAX has threads
     import jax
     device = jax.devices()[0]
@@ -220,9 +218,7 @@ def state_like():
 
 
 def calls_of(peer, folder):
-    """(save(state), which returns once training may continue; wait(its result), until it is on
-    disk; restore(like)) of this project or of Orbax.
-    """
+    """(save, which returns once training may continue; wait for the disk; restore) of a peer."""
     if peer == "orbax":
         import orbax.checkpoint as ocp
         checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())

@@ -108,10 +108,7 @@ def compare(folders, by="val_loss", png_path=None):
 # ---- reading runs
 
 def read_runs(folders):
-    """All runs in these folders: [{"run" (its path), "name" (to show), "config", "rows"}].
-
-    Other folders are skipped, with a note. Raises ValueError when none is a run.
-    """
+    """[{"run" (its path), "name" (to show), "config", "rows"}] of the folders that are runs."""
     paths = []
     for text in folders:
         paths += sorted(glob.glob(text)) or [text]
@@ -154,9 +151,7 @@ def read_rows(path):
 
 
 def training_metric(by, runs):
-    """The metric of training beside the metric `by` of evaluations: loss, if it has none. Raises
-    ValueError if evaluations were logged, and no run has the metric `by`.
-    """
+    """The metric of training beside `by`: loss, if it has none. ValueError if no run has `by`."""
     logged = {"log": set(), "eval": set()}
     for run in runs:
         for row in run["rows"]:
@@ -396,9 +391,7 @@ EARLY_FRAC = 0.2  # first fraction of a loss's points, which may lie outside the
 
 
 def draw(path, runs, by, direction, train_name):
-    """Draw training and validation curves over steps, over tokens and over wall time. Return the
-    figure. direction: 1 where less is better, -1 where more is.
-    """
+    """Curves over steps, tokens and time; the figure. direction: 1 if less is better, else -1."""
     from matplotlib.figure import Figure
 
     for run in runs:
@@ -470,10 +463,7 @@ def smooth(values):
 
 
 def y_range(runs, direction):
-    """(low, high) of the picture: from the best point of any run to the worst one, for losses after
-    the first EARLY_FRAC of a run. Curves that are far worse than most, as after they diverged, do
-    not count.
-    """
+    """(low, high) of the picture, without early losses and curves that diverged."""
     early_frac = EARLY_FRAC if direction == 1 else 0  # what rises is bounded: show all of it
     best, worst = [], []  # as if less were better
     for run in runs:

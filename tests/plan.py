@@ -444,9 +444,7 @@ def _collective(op, result, line, mesh, slice_of):
 
 
 def _first_group(line, n):
-    """Device numbers of one group of a collective. HLO writes groups as pairs, as a list, as an
-    iota that is reshaped and transposed, or as axes of a mesh over such an iota.
-    """
+    """Device numbers of one group of a collective, in any notation of HLO."""
     def numbers(text):
         return [int(i) for i in re.findall(r"\d+", text or "")]
 

@@ -76,8 +76,7 @@ def save_forever(root, n, out):
 
 
 def inspect(root, out):
-    """Write the value of the newest checkpoint, and what `clean` leaves though no file names it.
-    """
+    """Write the value of the newest checkpoint, and leftovers that no file names."""
     value = value_of(ckpt.restore_newest(root, tree_of(0))[1])
     ckpt.delete_leftovers(root)
     named = {f"{step:09d}/{name}" for step in ckpt.steps(root) for name in (
@@ -88,8 +87,7 @@ def inspect(root, out):
 
 
 def kill(root, n, rng):
-    """Kill a run that saves n + 1, n + 2, ... at a random moment; return (what came back, value).
-    """
+    """Kill a run that saves n + 1, n + 2, ... at a random moment: (what came back, value)."""
     pid, end = fork(save_forever, root, n)
     begun = [int(end.readline())]
     time.sleep(rng.uniform(0, 0.3))
