@@ -289,7 +289,9 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
             ahead.append(pool.submit(make, i))
         for i in range(start, stop):
             item = ahead.popleft()
-            if not item.done() or item.result() is None:
+            if item.done() and item.result() is None:  # its data may have come since
+                item = pool.submit(make, i)
+            if not item.done():
                 wait_until_idle()
             began = time.perf_counter()
             is_missing = False

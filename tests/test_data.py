@@ -992,7 +992,7 @@ def test_prefetch_waits(monkeypatch):
 
     Break: data.py: timeout=0.1).done or item.result() is None: => timeout=0.1).done:
     """
-    answers = {0: iter([None, None, "a"]), 1: iter("b")}
+    answers = {0: iter([None, None, "a"]), 1: iter([None, "b"])}  # 1 has come when it is needed
     reported = []
     items = data.prefetch(lambda i: next(answers[i]), 0, 2, on_missing=reported.append)
     assert [item for item, _ in items] == ["a", "b"]
