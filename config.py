@@ -31,6 +31,8 @@ Fraction = Annotated[float, (lambda x: 0 <= x <= 1, "in [0, 1]")]
 PosFraction = Annotated[float, (lambda x: 0 < x <= 1, "in (0, 1]")]
 LearningRate = Annotated[float, (
     lambda x: 0 <= x < inf or x == -1, "at least 0 and finite, or -1 for the default")]
+WarmUp = Annotated[float, (
+    lambda x: 0 <= x < 1 or (x >= 2 and x % 1 == 0), "below 1, or a whole number from 2")]
 TokenId = Annotated[int, (lambda x: x >= -1, "at least 0, or -1 for unknown")]
 Interval = int | str  # see parse_intervals
 Seed = Annotated[int, (lambda x: x < 2**63, "below 2^63")]
@@ -55,7 +57,6 @@ class Config:
     out_dir: str = ""
     # folder of checkpoints, also s3://bucket/path or gs://bucket/path; empty: out_dir/ckpt
     ckpt_dir: str = ""
-    seed: Seed = 0  # random seed for initialization, data order and sampling
     # auto: resume if out_dir has a run, whose config.json then gives the flags that are not typed;
     # must: fail if it has none; never: fail if it has one; overwrite: delete that run first
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"
@@ -193,7 +194,7 @@ class Config:
     # learning rate after warm-up: constant, linear, cosine, polynomial, inverse_sqrt, or wsd, which
     # is constant and then decays linearly
     schedule: str = "linear"
-    warmup_steps: NonNegFloat = 0.05  # steps of linear warm-up; below 1: a fraction of steps
+    warmup_steps: WarmUp = 0.05  # steps of linear warm-up; below 1: a fraction of steps
     min_lr_frac: Fraction = 0.0  # fraction of lr that the schedule decays to
     decay_frac: PosFraction = 0.2  # fraction of steps in which the wsd schedule decays
     poly_power: NonNegFloat = 2.0  # exponent of the polynomial schedule
@@ -224,6 +225,10 @@ class Config:
     # skip: take the next batch; stop: save the last good state and exit with code 1; raise: end
     # with a traceback
     on_nonfinite: Literal["skip", "stop", "raise"] = "stop"
+
+    # ---- random numbers
+
+    seed: Seed = 0  # for initialization, data order and sampling
 
     # ---- mesh
 
@@ -316,7 +321,9 @@ def parse(argv, kind=Config):
     # Which folder? A first config answers that. The folder may hold a run with a config of its own.
     first = kind(**_merge(from_branch, from_file, typed))
     out_dir = _choose_out_dir(first, typed)
-    from_run = _run_values(first, out_dir)
+    from_run = {}
+    if first.mode in ("train", *READ_MODES) and first.resume in ("auto", "must"):
+        from_run = _run_config(out_dir, kind)
     # The file is the config of another run: its folders are not those of this one.
     if not _is_same_path(from_file.get("out_dir", out_dir), out_dir):
         from_file.update(ckpt_dir="", export="")
@@ -352,12 +359,11 @@ def _typed_values(argv, kind):
     types = get_type_hints(kind)
     fields = []
     for name, hint in types.items():
-        if hint is bool:
-            fields.append((name, bool, False))
-        elif get_origin(hint) is tuple:
-            fields.append((name, tuple[str, ...], ()))
-        else:
-            fields.append((name, str, ""))
+        if get_origin(hint) is tuple:
+            hint = tuple[str, ...]
+        elif hint is not bool:
+            hint = str
+        fields.append((name, hint, hint()))
     flags, unknown = tyro.cli(
         dataclasses.make_dataclass("Flags", fields), args=argv, use_underscores=True,
         add_help=False, return_unknown_args=True)
@@ -395,8 +401,7 @@ def _check_unknown(words, kind):
     flags = [word for word in words if re.match(r"--?[A-Za-z]|\w+=", word)]  # also lr=3, without --
     raise_if_errors([f"{word} ({_suggest_flag(word, kind)})" for word in flags], "unknown flag")
     if words:
-        raise ValueError(f"{' '.join(words)}: is neither a flag nor the value of one. Switches are "
-                         "written as --qk_norm or --no_qk_norm, config files as --config FILE")
+        raise ValueError(f"{' '.join(words)}: no flag takes this; see --no_qk_norm, --config FILE")
 
 
 def _suggest_flag(word, kind):
@@ -407,11 +412,9 @@ def _suggest_flag(word, kind):
     if name in known:  # with one dash or none, or in capitals
         return f"write --{name} {value}".rstrip()
     # Optional: names in other trainers.
-    hint = _hint_for_name(name) or _hint_for_name(name.removeprefix("no_"))
-    if hint:
-        return hint
+    hint = _hint_for_name(name.removeprefix("no_"))
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
-    return f"nearest: --{close[0]}" if close else "see --help all"
+    return hint or (f"nearest: --{close[0]}" if close else "see --help all")
 
 
 # ---- help
@@ -517,14 +520,13 @@ def derive_out_dir(cfg):
 
     A name that is cut, or has lost characters that do not suit a folder, ends in a checksum.
     """
-    # The recipe, the checkpoint that a branch leaves, and the preset, file or run of cfg.config.
     recipe = type(cfg).__name__.removesuffix("Config").lower()
     source = cfg.config.removesuffix(".json")
     if os.path.basename(cfg.config) == "config.json":  # of a run
         source = os.path.dirname(os.path.realpath(cfg.config))
         if cfg.branch_from or os.path.basename(source) == "default":
             source = ""
-    words = [recipe, cfg.branch_from, source]
+    words = [recipe, cfg.branch_from, source]  # source: the preset, file or run of cfg.config
     # lr=0.0003, no_qk_norm, data=a.txt+b.txt
     for name, value in _defining_changes(cfg).items():
         flag = _as_flag(name, value).removeprefix("--")
@@ -541,18 +543,16 @@ def derive_out_dir(cfg):
 
 def _has_config_of_run(cfg):
     """Whether cfg.config is the config.json of the run in cfg.out_dir."""
-    return bool(cfg.config) and _is_same_path(cfg.config, Path(cfg.out_dir, "config.json"))
+    return _is_same_path(cfg.config, Path(cfg.out_dir, "config.json"))
 
 
 def _defining_changes(cfg):
-    """{field: value} of the fields that define a run and differ from _default_values."""
+    """{field: value} of the fields that define a run and differ from _default_values, but for
+    branch_from, with which a name begins.
+    """
     default = _default_values(cfg)
-    changes = {name: value for name, value in vars(cfg).items()
-               if _defines_run(name) and value != default[name]}
-    changes.pop("branch_from", None)  # a name begins with it
-    if "seed" in changes:  # at the end of a name, so that runs with other seeds stand together
-        changes["seed"] = changes.pop("seed")
-    return changes
+    return {name: value for name, value in vars(cfg).items()
+            if _defines_run(name) and name != "branch_from" and value != default[name]}
 
 
 def _defines_run(name):
@@ -599,11 +599,12 @@ def _expand_home(values):
     """{field: value} in which ~ at the beginning of a path, or of the path in NAME=PATH, is
     expanded. The default of cache_dir stays, so that config.json is the same for all users.
     """
+    home = os.path.expanduser("~")
+
     def expand(text):
-        if not isinstance(text, str):  # validate reports wrong types
-            return text
-        home = os.path.expanduser("~")
-        return re.sub(r"^([\w.-]+=|)~(?=/|$)", rf"\1{home}", text)
+        if isinstance(text, str):  # validate reports wrong types
+            text = re.sub(r"^([\w.-]+=|)~(?=/|$)", rf"\1{home}", text)
+        return text
 
     expanded = dict(values)
     for name, value in values.items():
@@ -683,15 +684,12 @@ def _json_values(text, where, kind):
     errors = []
     for name, value in values.items():
         if name not in types:
-            errors.append(f"unknown key {name!r} ({_suggest_flag(name, kind)})")
+            errors.append(f"unknown key, or of a recipe: {name!r} ({_suggest_flag(name, kind)})")
         if isinstance(value, list):
             values[name] = tuple(value)
-    if errors:
-        errors.append("the run of a recipe is read by that recipe alone")
-    raise_if_errors(errors + _field_errors(values, kind), where)
-    for name, value in values.items():
-        if types[name] is float:
+        elif type(value) is int and types.get(name) is float:
             values[name] = float(value)
+    raise_if_errors(errors + _field_errors(values, kind), where)
     return values
 
 
@@ -711,12 +709,10 @@ def _load_values(name, kind=Config):
     if name in PRESETS:
         return PRESETS[name] | {"config": name}
     if not Path(name).is_file():
-        raise ValueError(f"config {name!r}: neither a file nor a preset "
-                         f"({did_you_mean(name, PRESETS)})")
+        raise ValueError(f"config {name!r}: no file or preset ({did_you_mean(name, PRESETS)})")
     values = _expand_home(_json_values(Path(name).read_bytes(), name, kind))
     if values.get("config"):
-        raise ValueError(f"{name}: config {values['config']!r}: a config file cannot name another "
-                         "one; delete this field")
+        raise ValueError(f"{name}: config {values['config']!r}: must be empty in a config file")
     # The run whose config.json this is may have been moved, or started from another folder.
     path = Path(name)
     if path.name == "config.json" and path.with_name("metrics.jsonl").exists():
@@ -730,13 +726,6 @@ def _branch_values(cfg):
         return {}
     folder, _ = parse_branch(os.path.expanduser(cfg.branch_from))
     return _run_config(folder, type(cfg)) | {"ckpt_dir": "", "export": ""}
-
-
-def _run_values(cfg, out_dir):
-    """{field: value} of the run in out_dir, for a launch that resumes or reads it; {} without."""
-    if cfg.mode in ("train", *READ_MODES) and cfg.resume in ("auto", "must"):
-        return _run_config(out_dir, type(cfg))
-    return {}
 
 
 def _run_config(folder, kind):
@@ -800,15 +789,13 @@ def parse_intervals(value):
     for part in str(value).replace(" ", "").split(","):
         unit, amount = _parse_interval(part)
         if unit in intervals or amount < 0:
-            raise ValueError(f"interval {value!r}: has a unit twice, or a negative amount")
+            raise ValueError(f"{value!r} has a unit twice, or a negative amount")
         intervals[unit] = amount
     return {unit: amount for unit, amount in intervals.items() if amount}
 
 
 # ---- fields with a syntax of their own
 
-# What a condition of cfg.stop can count besides a metric.
-STOP_COUNTS = ("step", "new_steps", "second")
 # How a value is compared with a bound, and the words for it.
 COMPARE = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}
 STOP_WORDS = {"<": "is below", ">": "is above", ">=": "has reached"}
@@ -819,20 +806,16 @@ def _parse_stop(text):
     compares so with the bound. Raises ValueError when the text is malformed.
     """
     metric = re.fullmatch("([^<>]+)([<>])(.+)", text)
-    try:
-        if metric:
-            name, sign, bound = metric[1], metric[2], parse_number(metric[3])
-        else:
-            name, bound = _parse_interval(text)
-            sign = ">="
-    except ValueError:
-        name = ""
+    if metric:
+        name, sign, bound = metric[1], metric[2], parse_number(metric[3])
+    else:
+        name, bound = _parse_interval(text)
+        sign = ">="
     if name == "step" and text.startswith("+"):
         name = "new_steps"
-    is_count = name in STOP_COUNTS
-    if not name or is_count != (sign == ">=") or (is_count and bound <= 0):
-        raise ValueError(f"stop {text!r}: must be 500 (steps in all), +100 (more steps), 2h30m, "
-                         "val_loss<3 or loss>9")
+    is_count = name in ("step", "new_steps", "second")
+    if is_count != (sign == ">=") or (is_count and bound <= 0):
+        raise ValueError(f"{text!r} is no condition")
     return {"name": name, "sign": sign, "bound": bound}
 
 
@@ -841,18 +824,12 @@ def parse_stops(cfg):
     return [_parse_stop(text) for text in cfg.stop]
 
 
-# Words in the names of metrics of which less, or more, is better.
-LESS_IS_BETTER = ("loss", "ppl", "bits", "error", "nll")
-MORE_IS_BETTER = ("acc", "auc", "reward", "f1")
-
-
 def better_sign(name):
     """The sign by which values of a metric are better: "<", ">", or "" if its name does not say."""
     metric = name.partition("/")[0]  # without the name of a validation set
-    for sign, words in (("<", LESS_IS_BETTER), (">", MORE_IS_BETTER)):
-        if any(word in metric for word in words):
-            return sign
-    return ""
+    if re.search("loss|ppl|bits|error|nll", metric):
+        return "<"
+    return ">" if re.search("acc|auc|reward|f1", metric) else ""
 
 
 def parse_best(text):
@@ -864,8 +841,7 @@ def parse_best(text):
     name = text.rstrip("<>")
     sign = text[len(name):] or better_sign(name)
     if not name.startswith("val_") or sign not in ("<", ">"):
-        raise ValueError(f"keep_best {text!r}: must be a metric of evaluations, as val_loss, with "
-                         "< or > after a name that does not say whether less or more is better")
+        raise ValueError(f"{text!r} must be as val_loss, or val_NAME< or val_NAME>")
     return {"name": name, "is_better": COMPARE[sign]}
 
 
@@ -873,8 +849,7 @@ def parse_branch(text):
     """(folder of a run, step) of DIR@STEP. Raises ValueError when the text is malformed."""
     folder, _, step = text.rpartition("@")
     if not folder or not step.isdecimal():
-        raise ValueError(f"branch_from {text!r}: must be DIR@STEP, as in out/default@400; to begin "
-                         "with the parameters alone, as those of DIR@best, use --init_from")
+        raise ValueError(f"{text!r} must be DIR@STEP; for DIR@best use --init_from")
     return folder, int(step)
 
 
@@ -889,8 +864,7 @@ def profile_span(cfg):
     first, last = map(int, span.groups()) if span else (0, 0)
     begins_in_run = first <= cfg.steps or cfg.epochs > 0  # epochs may mean more steps
     if not 0 < first <= last or not begins_in_run:
-        raise ValueError(f"profile {cfg.profile!r}: must be first:last, counted from 1, as in "
-                         "20:22, and begin within steps")
+        raise ValueError(f"{cfg.profile!r} must be as 20:22, and begin within steps")
     return first, last
 
 
@@ -903,14 +877,12 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
     step.py; for a PATTERN=VALUE field, the legal VALUEs. task_errors({axis: size} or None, cfg):
     errors that only the task can find, e.g. text_errors.
     """
-    # Each field alone: its type, its bound, and its choices if other files define them.
-    field_errors = _field_errors(vars(cfg), type(cfg))
+    # Each field alone: its type and its bound. The rules would fail on wrong types.
+    raise_if_errors(_field_errors(vars(cfg), type(cfg)))
+
     # Field names are the legal values of allow_change, and "state", for arrays of the state.
     choices = {"allow_change": [*vars(cfg), "state"]} | dict(choices)
-    errors = field_errors + _choice_errors(cfg, choices)
-    if field_errors:  # stop here: the rules would fail on wrong types
-        raise_if_errors(errors)
-
+    errors = _choice_errors(cfg, choices)
     # Fields together, then with the mesh, then with the task.
     errors += _rule_errors(cfg) + _unused_errors(cfg)
     sizes = None
@@ -1020,25 +992,22 @@ def _rule_errors(cfg):
         if not holds:
             errors.append(field_error(cfg, field, text))
 
-    def check(parse, *args):
+    def check(field, parse, *args):
         try:
             parse(*args)
         except ValueError as e:
-            errors.append(str(e))
+            errors.append(f"{field}: {e}")
 
     # Fields with a syntax of their own.
     for event in EVENTS:
-        check(parse_intervals, getattr(cfg, f"{event}_every"))
-    for text in cfg.stop:
-        check(_parse_stop, text)
-    check(profile_span, cfg)
-    if cfg.keep_best:
-        check(parse_best, cfg.keep_best)
+        check(f"{event}_every", parse_intervals, getattr(cfg, f"{event}_every"))
+    check("stop, as 500, +100, 2h30m or val_loss<3", parse_stops, cfg)
+    check("profile", profile_span, cfg)
+    check("keep_best", parse_best, cfg.keep_best or "val_loss")
     if cfg.branch_from:
-        check(parse_branch, cfg.branch_from)
-    names = [text.partition("=")[0] for text in cfg.columns]
-    have_columns = all(text.partition("=")[2] for text in cfg.columns)
-    rule("columns", have_columns and {*names} <= {*COLUMNS} and len({*names}) == len(names),
+        check("branch_from", parse_branch, cfg.branch_from)
+    columns = dict(text.partition("=")[::2] for text in cfg.columns)
+    rule("columns", all(columns.values()) and len({*columns} & {*COLUMNS}) == len(cfg.columns),
          f"must be NAME=COLUMN, as in text=content, with a NAME of {', '.join(COLUMNS)}")
 
     # Values that do not go together.
@@ -1046,13 +1015,8 @@ def _rule_errors(cfg):
     metrics = [text for text in cfg.stop if re.search("[<>]", text)]
     rule("stop", cfg.log_every or all(text.startswith("val_") for text in metrics),
          "a metric of training needs log_every above 0")
-    is_count = cfg.warmup_steps >= 2 and cfg.warmup_steps % 1 == 0
-    rule("warmup_steps", cfg.warmup_steps < 1 or is_count,
-         "must be below 1, a fraction of steps, or a whole number of at least 2 steps")
-    rule("loss_divisor", cfg.loss_norm != "constant" or cfg.loss_divisor,
-         "must be above 0 with loss_norm constant")
-    rule("out_dir", "://" not in cfg.out_dir,
-         "must be a folder on this machine; for a bucket set --ckpt_dir")
+    rule("loss_divisor", cfg.loss_norm != "constant" or cfg.loss_divisor, "must be above 0")
+    rule("out_dir", "://" not in cfg.out_dir, "must be on this machine; set --ckpt_dir to a URL")
     rule("export", cfg.mode != "export" or cfg.export, "must name a folder in mode export")
     rule("prompt", bool(cfg.prompt) + bool(cfg.chat) + bool(cfg.prompts) <= 1,
          "only one of prompt, chat and prompts may be set; clear the others, as in --chat ''")
@@ -1062,7 +1026,7 @@ def _rule_errors(cfg):
         # The weights of a token's experts are divided by their sum, as in Mixtral and Qwen3, so a
         # single expert would always have weight 1.
         rule("experts_per_token", 2 <= cfg.experts_per_token <= cfg.n_experts,
-             "must be at least 2, else the router would not learn, and at most n_experts")
+             "must be at least 2, and at most n_experts")
     return errors
 
 
@@ -1074,9 +1038,8 @@ def _unused_errors(cfg):
     def unused(field, when, *names):
         for name in names:
             if when and getattr(cfg, name) != default[name]:
-                errors.append(field_error(
-                    cfg, name, f"has no effect with {field} {getattr(cfg, field)!r}; leave it at "
-                               f"{_as_typed(default[name])}, or change {field}"))
+                text = f"has no effect with {field} {getattr(cfg, field)!r}"
+                errors.append(field_error(cfg, name, text))
 
     unused("mode", cfg.mode not in READ_MODES, "checkpoint")
     unused("mode", cfg.mode != "sample", "samples_file")
@@ -1110,10 +1073,8 @@ def _unused_errors(cfg):
 def raise_if_errors(errors, where="config"):
     """Raise one ValueError with all errors that are not empty, if there are any."""
     errors = [error for error in errors if error]
-    if len(errors) == 1:
-        raise ValueError(f"{where}: {errors[0]}")
     if errors:
-        raise ValueError(f"{where}: \n  " + "\n  ".join(errors))
+        raise ValueError(f"{where}: " + "\n  ".join(errors))
 
 
 def field_error(cfg, name, rule):
@@ -1175,7 +1136,6 @@ def derive_text(cfg):
     d_ff = round(cfg.d_ff * cfg.width_mult)
     if d_ff == 0:
         d_ff = -(-8 * d_model // 3 // 32) * 32  # rounded up
-    n_kv_heads = cfg.n_kv_heads or cfg.n_heads
     freeze = cfg.freeze
     all_but_lora = ("*", "!*.lora_?")
     if cfg.lora_rank and freeze[:2] != all_but_lora:
@@ -1184,7 +1144,7 @@ def derive_text(cfg):
         cfg, d_model=d_model, d_ff=d_ff, freeze=freeze, width_mult=1.0,
         head_dim=cfg.head_dim or cfg.d_model // cfg.n_heads,
         n_heads=round(cfg.n_heads * cfg.width_mult),
-        n_kv_heads=round(n_kv_heads * cfg.width_mult))
+        n_kv_heads=round((cfg.n_kv_heads or cfg.n_heads) * cfg.width_mult))
 
 
 # ---- differences between configs
@@ -1238,9 +1198,8 @@ def check_resumable(old, new, old_mesh=(), mesh=()):
         # tokens are dropped.
         may_change.remove("sp")
     raise_if_errors(refused_changes(before, after, may_change),
-                    f"{new.out_dir} holds a run with another config (to resume that run, type only "
-                    f"--out_dir {new.out_dir}; to train a model of another shape, choose another "
-                    f"--out_dir with --init_from '{new.out_dir} strict=no')")
+                    f"{new.out_dir} holds a run with another config (resume it by --out_dir alone, "
+                    f"or choose another --out_dir with --init_from '{new.out_dir} strict=no')")
 
 
 def architecture_mismatch(saved, current):
@@ -1262,71 +1221,45 @@ def architecture_mismatch(saved, current):
 
 # ---- names in other trainers
 
-# What to write: the names of it in nanoGPT, Hugging Face and others.
+# What to write: the names of it in nanoGPT, Hugging Face and others, unless the nearest flag is it.
 OTHER_TRAINERS = """
---out_dir <- output_dir run_name
---resume overwrite <- overwrite_output_dir
---resume <- resume_from_checkpoint
---mode eval <- eval_only do_eval
---mode train <- do_train
+--out_dir <- run_name
+--resume auto, must or overwrite <- resume_from_checkpoint overwrite_output_dir
+--mode <- eval_only do_eval do_train
 --init_from <- model_name_or_path model_name pretrained_model_name_or_path base_model
 --seed <- data_seed
---data <- dataset datasets data_dir train_file
+--data <- data_dir train_file
 --data 'hf://datasets/ORG/NAME/*.parquet' <- dataset_name
 --val_data <- validation_file
 --columns text=NAME <- dataset_text_field
---tokenizer <- tokenizer_name tokenizer_name_or_path
-not needed: batches are made in the background <- dataloader_num_workers
---steps <- max_iters max_steps num_steps train_steps
---epochs <- num_train_epochs num_epochs
---batch_size, of all devices together <- per_device_train_batch_size micro_batch_size
---batch_size <- train_batch_size
---eval_batch_size, of all devices together <- per_device_eval_batch_size
---grad_accum_steps, parts of one --batch_size <- gradient_accumulation_steps
---seq_len <- block_size max_seq_length max_seq_len max_length model_max_length sequence_len
---n_layers <- n_layer num_layers num_hidden_layers
---n_heads <- n_head num_heads num_attention_heads
---n_kv_heads <- num_key_value_heads
+--steps, the horizon of the schedule too <- max_iters lr_decay_iters
+--epochs <- num_train_epochs
+--batch_size, of all devices together <- per_device_train_batch_size train_batch_size
+--seq_len <- block_size max_length model_max_length
+--n_heads <- num_attention_heads
 --d_model <- n_embd hidden_size
 --d_ff <- intermediate_size
---norm_eps <- rms_norm_eps
---tie_embeddings <- tie_word_embeddings
---qkv_bias, of queries, keys and values <- bias
---lora_rank <- lora_r use_peft
---lora_targets <- lora_target_modules target_modules
---dtype bfloat16 <- bf16
---dtype float16 <- fp16
+--lora_rank <- use_peft
+--lora_targets <- target_modules
+--dtype bfloat16 or float16 <- bf16 fp16
 --remat full <- gradient_checkpointing
---attention <- attn_implementation
-not needed: steps are always compiled <- compile torch_compile
-the environment variable JAX_PLATFORMS <- device
 --lr <- learning_rate
---optimizer <- optim
---schedule <- lr_scheduler_type decay_lr
---warmup_steps <- warmup_iters
---warmup_steps, below 1 a fraction of steps <- warmup_ratio
---steps, the horizon of the schedule <- lr_decay_iters
+--schedule <- decay_lr
 --min_lr_frac, a fraction of lr, as 0.1 <- min_lr
---b1 <- beta1 adam_beta1
---b2 <- beta2 adam_beta2
+--b1 <- adam_beta1
+--b2 <- adam_beta2
 --eps <- adam_epsilon
 --clip_norm <- grad_clip max_grad_norm
---label_smoothing <- label_smoothing_factor
---log_every <- log_interval logging_steps
---eval_every <- eval_interval eval_steps
---eval_every, as 250 or 1epoch <- eval_strategy evaluation_strategy
---eval_batches <- eval_iters
---save_every <- save_steps save_interval always_save_checkpoint
---save_every, as 250 or 1epoch <- save_strategy
+--log_every <- logging_steps
+--eval_every, as 250 or 1epoch <- eval_steps eval_strategy evaluation_strategy
+--save_every <- save_steps always_save_checkpoint
 --max_to_keep <- save_total_limit
 --keep_best <- load_best_model_at_end metric_for_best_model
---track <- report_to
---track wandb <- wandb_log wandb
-the environment variable WANDB_PROJECT <- wandb_project
-the environment variable WANDB_NAME <- wandb_run_name
+--track wandb <- report_to wandb_log wandb
 --prompt <- start
---n_samples <- num_samples
---sample_tokens <- max_new_tokens
+no flag: it is always on <- compile torch_compile dataloader_num_workers
+the variable JAX_PLATFORMS <- device
+the variable WANDB_PROJECT or WANDB_NAME <- wandb_project wandb_run_name
 """
 
 
@@ -1335,7 +1268,7 @@ def _hint_for_name(name):
     for line in OTHER_TRAINERS.strip().splitlines():
         text, _, names = line.partition(" <- ")
         if name in names.split():
-            return f"use {text}" if text.startswith("--") else text
+            return f"use {text}"
     return ""
 
 
@@ -1353,18 +1286,20 @@ def evaluation_config(cfg):
 
 # ---- presets
 
-# Fields that presets of long runs share, and those of two families of models.
+# A long run, and the models of which others are variants.
 _LONG_RUN = {
     "optimizer": "adamw", "b2": 0.95,
     "schedule": "cosine", "warmup_steps": 2000.0, "min_lr_frac": 0.1,
     "remat": "full", "steps": 100000,
 }
-_LLAMA = _LONG_RUN | {
-    "vocab_size": 128256, "seq_len": 8192,
+_LLAMA_8B = _LONG_RUN | {
+    "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336,
+    "vocab_size": 128256, "seq_len": 8192, "batch_size": 512, "lr": 3e-4,
     "rope_theta": 500000.0, "norm_eps": 1e-5, "qk_norm": False, "tie_embeddings": False,
 }
-_QWEN = _LONG_RUN | {
-    "vocab_size": 151936, "seq_len": 4096,
+_QWEN3_600M = _LONG_RUN | {
+    "d_model": 1024, "n_layers": 28, "n_heads": 16, "n_kv_heads": 8, "d_ff": 3072,
+    "vocab_size": 151936, "seq_len": 4096, "batch_size": 256, "lr": 6e-4,
     "head_dim": 128, "rope_theta": 1000000.0,
 }
 PRESETS = {
@@ -1375,31 +1310,23 @@ PRESETS = {
         "batch_size": 480, "grad_accum_steps": 8, "lr": 6e-4,
         "remat": "none", "steps": 10000, "warmup_steps": 500.0,
     },
-    "llama-8b": _LLAMA | {
-        "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336,
-        "batch_size": 512, "lr": 3e-4,
-    },
-    "llama-70b": _LLAMA | {
-        "d_model": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "d_ff": 28672,
+    "llama-8b": _LLAMA_8B,
+    "llama-70b": _LLAMA_8B | {
+        "d_model": 8192, "n_layers": 80, "n_heads": 64, "d_ff": 28672,
         "batch_size": 1024, "lr": 1.5e-4,
     },
-    "llama-405b": _LLAMA | {
-        "d_model": 16384, "n_layers": 126, "n_heads": 128, "n_kv_heads": 8, "d_ff": 53248,
+    "llama-405b": _LLAMA_8B | {
+        "d_model": 16384, "n_layers": 126, "n_heads": 128, "d_ff": 53248,
         "batch_size": 2048, "lr": 8e-5, "warmup_steps": 8000.0, "min_lr_frac": 0.01,
     },
-    "qwen3-0.6b": _QWEN | {
-        "d_model": 1024, "n_layers": 28, "n_heads": 16, "n_kv_heads": 8, "d_ff": 3072,
-        "batch_size": 256, "lr": 6e-4,
+    "mixtral-8x7b": _LLAMA_8B | {
+        "n_experts": 8, "experts_per_token": 2, "batch_size": 1024,
+        "vocab_size": 32000, "seq_len": 4096, "rope_theta": 1000000.0,
     },
-    "qwen3-30b-a3b": _QWEN | {
+    "qwen3-0.6b": _QWEN3_600M,
+    "qwen3-30b-a3b": _QWEN3_600M | {
         "d_model": 2048, "n_layers": 48, "n_heads": 32, "n_kv_heads": 4, "d_ff": 768,
         "n_experts": 128, "experts_per_token": 8,
         "tie_embeddings": False, "batch_size": 1024, "lr": 3e-4,
-    },
-    "mixtral-8x7b": _LLAMA | {
-        "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336,
-        "n_experts": 8, "experts_per_token": 2,
-        "vocab_size": 32000, "seq_len": 4096, "rope_theta": 1000000.0,
-        "batch_size": 1024, "lr": 3e-4,
     },
 }

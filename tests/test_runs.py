@@ -41,7 +41,7 @@ def named(flags, kind=Config):
 def test_a_run_is_named_after_the_fields_that_define_it(flags, name, tmp_path, monkeypatch):
     """Not those that may change on a resume. Paths enter by their last name.
 
-    Break: config.py: if _defines_run(name) and value => if value
+    Break: config.py: if _defines_run(name) and name => if name
     """
     monkeypatch.chdir(tmp_path)
     assert named(flags) == f"out/{name}"
