@@ -29,7 +29,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-# The process: skip this on a first reading, to "what is trained".
+# For speed alone, up to the imports: skip it on a first reading.
 # Imports and traces make many objects, few of them in cycles. With Python's threshold of 700 the
 # search for cycles takes a tenth of the launch.
 gc.set_threshold(300_000)
@@ -159,9 +159,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     with catch_signals(progress):
         print_changed_flags(cfg)
         setup = setup_run(cfg, task, hooks=hooks)
-        cfg, root = setup["cfg"], setup["root"]
-        with ckpt.lock_folders(cfg.out_dir, root, print0) as check_lock:
-            observers = make_observers(cfg)
+        with ckpt.lock_folders(cfg.out_dir, setup["root"], print0) as check_lock:
+            observers = make_observers(setup["cfg"])
             try:
                 with steplib.explain_oom(partial(memory_advice, setup)):
                     return run_training(setup, progress, observers, check_lock, state, params)
@@ -195,8 +194,9 @@ def prepare(cfg, hooks, rows=None):
 def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     """Resolve and check everything that needs neither data nor a compilation. The result is fixed:
     {"cfg" (resolved, except steps from epochs), "given" (cfg before that), "root" (of the
-    checkpoints), "task" (with its defaults), "hooks", "mesh", "table" (of parameters), "batch"
-    (shapes with shardings), "is_synchronous" (whether a step is done when its call returns)}.
+    checkpoints), "task" (with its defaults), "hooks", "mesh", "table" (of parameters), "unsaved"
+    (names of those that no checkpoint has), "batch" (shapes with shardings), "is_synchronous"
+    (whether a step is done when its call returns)}.
 
     devices: default jax.devices(). Raises ValueError with all errors that it finds.
     """
@@ -225,8 +225,8 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     table = model.apply_param_groups(task["table"](cfg), cfg, config.parse_number)
     check_table(table)
     config.raise_if_errors(steplib.check_shapes(table, mesh), "mesh and model do not fit")
-    watched = model.matching("watch", cfg.watch, table)
-    cfg = dataclasses.replace(cfg, watch=tuple(sorted(watched)))
+    watched = sorted(model.matching("watch", cfg.watch, table))
+    cfg = dataclasses.replace(cfg, watch=tuple(watched))
     if cfg.export:
         task["export"](None, cfg)  # only looks for errors
 
@@ -238,6 +238,7 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
         "hooks": hooks,
         "mesh": mesh,
         "table": table,
+        "unsaved": model.matching("save_exclude", cfg.save_exclude, table),
         "batch": batch_structs(task, cfg, mesh),
         "is_synchronous": platform == "cpu" and mesh.size == 1,
     }
@@ -273,7 +274,6 @@ def run_training(setup, progress, observers, check_lock, state, params):
         return summary_of_finished(setup, start["meta"])
 
     # Print what will run, and examples of the user's own files at the first launch.
-    unsaved = model.matching("save_exclude", cfg.save_exclude, setup["table"])
     print0(run_summary(setup))
     print_data_summary(opened, print0, bool(cfg.data) and not resumes)
 
@@ -296,7 +296,7 @@ def run_training(setup, progress, observers, check_lock, state, params):
     # 5. parameters from --init_from
     # 6. random parameters
     # meta: that of the restored checkpoint, or {}.
-    _, meta, state = load_start(setup, start, programs, state, params)
+    meta, state = load_start(setup, start, programs, state, params)
     # Optional: data that grows.
     if "restore" in train_data:
         train_data["restore"](meta.get("data", {}).get("windows", []))
@@ -331,7 +331,6 @@ def run_training(setup, progress, observers, check_lock, state, params):
         "validation": validation,  # of describe_validation
         "intervals": event_intervals(cfg),
         "stop_conditions": config.parse_stops(cfg),
-        "unsaved": unsaved,  # parameters that no checkpoint has
         "programs": programs,
         "first_step": first_step,
         "is_branch": start["is_branch"],
@@ -363,7 +362,11 @@ def init_progress(launched):
         "pending": None,
         # Metrics since the last log row: {name: (sum, count)}
         "since_log": {},
-        "timers": init_timers(launched),
+        # Seconds by bucket over all restarts, the bucket that is charged now, and when it was last
+        # charged. begin_rates adds "logged_step" and "logged", the step and the seconds at the
+        # last log row.
+        "timers": {"launched": launched, "seconds": dict.fromkeys(TIME_BUCKETS, 0.0),
+                   "bucket": "start", "since": launched},
         # Whether a signal ends the loop, and no longer raises KeyboardInterrupt
         "in_loop": False,
         # Name of the first signal, or None
@@ -394,9 +397,10 @@ def train(run, state, progress):
     progress["in_loop"] = True
     start_bucket(timers, "step")
 
+    step = first_step
     batches = data.prefetch(
         make_batch_at(run, run["train_data"], pinned=cfg.overfit_batch), first_step, cfg.steps,
-        stopped=lambda: poll_requests(run, step, progress, is_waiting=True),  # step: see the loop
+        stopped=lambda: poll_requests(run, step, progress, is_waiting=True),
         wait_until_idle=lambda: jax.block_until_ready(progress["pending"]),
         on_missing=lambda i: log_event("out_of_data", {"step": i}))
 
@@ -504,9 +508,10 @@ def due_events(run, step, progress):
     """
     polled = progress["polled"]
     due = {}
+    if step == 0:
+        return due
     for event, intervals in run["intervals"].items():
-        # Skip an event that was done at this step before a resume. At step 0 none is due.
-        if step == progress["last_done"].get(event, 0):
+        if progress["last_done"].get(event) == step:  # before a resume
             continue
         if event in polled["events"]:
             due[event] = "request"
@@ -538,17 +543,13 @@ def log_step(run, progress):
 
     # Wait for the step. The seconds in which the loop waited for its data are no part of it.
     watch = metrics.pop("watch", {})
-    if run["is_synchronous"]:  # on the host: views take a sixth of the time of device_get
-        values = jax.tree.map(np.asarray, metrics)
-    else:
-        values = jax.device_get(metrics)
+    values = jax.tree.map(np.asarray, metrics)  # takes a sixth of the time of device_get
     finite = bool(values.pop("finite"))
     timers["seconds"]["step"] -= pending["waited_s"]
     timers["seconds"]["data"] += pending["waited_s"]
 
     # The device gives 0 for a mean over no label: make it NaN.
-    sums = metric_sums(values)
-    add_sums(since_log, sums)
+    sums = add_sums(since_log, values)
     values |= metric_means(sums)
     row = log_event("step", {"step": step} | numbers(values))
     # As in steplib.weight_stats.
@@ -617,11 +618,9 @@ def save_state(run, state, step, progress, why, kind="save"):
             state = {"params": state["params"]}
 
         # The arrays, without the parameters that save_exclude names and their moments.
-        arrays, _ = ckpt.flatten(state)
+        arrays, _ = ckpt.flatten(state | {"hooks": planned["arrays"]})
         unsaved = ckpt.paths_of(run["unsaved"], arrays)
         tree = {path: x for path, x in arrays.items() if path not in unsaved}
-        hook_arrays, _ = ckpt.flatten({"hooks": planned["arrays"]})
-        tree |= hook_arrays
 
         # Where the run stands.
         meta = run["description"] | {
@@ -693,9 +692,7 @@ def make_batch_at(setup, source, pinned=False):
     expected = {name: ((len(rows), *x.shape[1:]), x.dtype) for name, x in setup["batch"].items()}
 
     def batch_at(index):
-        if pinned:
-            index = 0
-        batch = source["batch"](index, rows)
+        batch = source["batch"](0 if pinned else index, rows)
         if batch is None:
             return None
         found = {name: (np.shape(x), np.asarray(x).dtype) for name, x in batch.items()}
@@ -778,11 +775,8 @@ def resolve_text(platform, cfg):
 def complete_task(task):
     """The task with its defaults. Raises ValueError for unknown and missing keys."""
     config.raise_if_errors(config.key_errors("", task, TEXT, REQUIRED_TASK_KEYS), "task")
-
-    def init_from_table(key, cfg):
-        return model.init(key, cfg, task["table"](cfg))
-
-    return TASK_DEFAULTS | {"init": init_from_table} | task
+    init = {"init": lambda key, cfg: model.init(key, cfg, task["table"](cfg))}
+    return TASK_DEFAULTS | init | task
 
 
 def check_table(table):
@@ -887,7 +881,7 @@ def choose_start(setup, train_data, state, params):
     sources of parameters, "missing": parameters that the checkpoint lacks (all, without one),
     "load_from": sources to load them from, "meta": of the newest checkpoint, or {}, "root": its
     folder, "step": its step, None for the newest intact one, "is_branch": whether it is that of
-    another run}. Prints the sources.
+    another run, "run_id"}. Prints the sources.
 
     Another mesh is fine, and so is another value of a field in config.RESUMABLE_FIELDS. Raises
     ValueError when the data, the sources or another field differ and --allow_change does not name
@@ -897,11 +891,10 @@ def choose_start(setup, train_data, state, params):
     is_given = state is not None or params is not None
     _, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given)
     start = {"origin": "a fresh initialization", "sources": [], "missing": set(), "load_from": [],
-             "meta": meta, "root": root, "step": None, "is_branch": False}
-    if state is not None:
-        return start | {"origin": "the given state"}
-    if params is not None:
-        return start | {"origin": "the given parameters"}
+             "meta": meta, "root": root, "step": None, "is_branch": False,
+             "run_id": meta.get("run_id") or os.urandom(4).hex()}
+    if is_given:
+        return start | {"origin": "the given " + ("parameters" if state is None else "state")}
 
     if meta:
         start["origin"] = "its own checkpoint"
@@ -926,8 +919,8 @@ def choose_start(setup, train_data, state, params):
 
 
 def load_start(setup, start, programs, state, params):
-    """(its step, the meta of its checkpoint or {}, the initial state) that choose_start has chosen.
-    Without a loop, programs["state"] has the parameters alone.
+    """(the meta of its checkpoint or {}, the initial state) that choose_start has chosen. Without a
+    loop, programs["state"] has the parameters alone.
     """
     cfg = setup["cfg"]
     key = jax.random.key(cfg.seed)
@@ -935,10 +928,10 @@ def load_start(setup, start, programs, state, params):
     if state is not None:
         shardings = jax.tree.map(lambda x: x.sharding, like)
         given = {name: state[name] for name in like}
-        return int(state["step"]), {}, jax.device_put(given, shardings, may_alias=False)
+        return {}, jax.device_put(given, shardings, may_alias=False)
     if params is not None:
         params = place_params(params, like["params"])
-        return 0, {}, programs["init"](key, params=params)
+        return {}, programs["init"](key, params=params)
 
     # The parameters that no checkpoint of this run has.
     initial = {}
@@ -947,7 +940,7 @@ def load_start(setup, start, programs, state, params):
         initial = programs["init"](key, params=loaded)
     meta, root = start["meta"], start["root"]
     if not meta:
-        return 0, {}, initial
+        return {}, initial
     # The checkpoint, with the arrays that it lacks: parameters, and the scale of a new float16.
     if "scale" in like:
         shardings = jax.tree.map(lambda x: x.sharding, like["scale"])
@@ -955,9 +948,7 @@ def load_start(setup, start, programs, state, params):
     drops_unknown = "state" in cfg.allow_change
     step, state = ckpt.restore_run(
         root, meta, like, initial, start["missing"], start["step"], drops_unknown, print0)
-    if step != meta["step"]:  # the newest checkpoint is corrupted
-        meta = ckpt.read_meta(root, step)
-    return step, meta, state
+    return ckpt.read_meta(root, step), state  # an older one, where the newest is corrupted
 
 
 # ---- progress in checkpoints
@@ -1232,10 +1223,9 @@ def begin_epochs(run, step):
     """Run the hooks at "before_epoch" and "before_window" if an epoch or a file begins with the
     next batch.
     """
-    row = {"step": step}
     if step == 0 or has_passed(run, "epoch", 1, step):
-        row["epoch"] = 1 + int(completed(run, "epoch", step))
-        run["log_event"]("before_epoch", row)
+        epoch = 1 + int(completed(run, "epoch", step))
+        run["log_event"]("before_epoch", {"step": step, "epoch": epoch})
     # Optional: training data in windows.
     windows_begun = run["train_data"].get("windows")
     if windows_begun and (step == 0 or has_passed(run, "window", 1, step)):
@@ -1266,9 +1256,8 @@ def notify(observers, event, row):
 
 def event_intervals(cfg):
     """{event: {unit: interval}} of all events of the loop. "end": also after the last step."""
-    intervals = {}
-    for event in config.EVENTS:
-        intervals[event] = config.parse_intervals(getattr(cfg, f"{event}_every"))
+    intervals = {event: config.parse_intervals(getattr(cfg, f"{event}_every"))
+                 for event in config.EVENTS}
     intervals["epoch"] = {"epoch": 1}
     intervals["window"] = {"window": 1}
     intervals["eval"] = {"window": 1} | intervals["eval"]  # one after each window
@@ -1396,16 +1385,13 @@ def find_parameters(setup, meta):
 def open_sources(setup, wanted=None):
     """The sources of cfg.init_from for the task; see ckpt.open_sources."""
     cfg, task, table = setup["cfg"], setup["task"], setup["table"]
-
-    def find_mismatches(meta):
-        return config.architecture_mismatch(meta.get("config", {}), vars(cfg))
-
     return ckpt.open_sources(
         cfg.init_from, {name: row["shape"] for name, row in table.items()},
         open_weights=lambda path: task["open_weights"](path, cfg),
         expected_names=lambda saved: task["init_names"](table, saved, cfg),
-        find_mismatches=find_mismatches, select=partial(model.matching, "init_from"),
-        wanted=wanted)
+        find_mismatches=lambda meta: config.architecture_mismatch(
+            meta.get("config", {}), vars(cfg)),
+        select=partial(model.matching, "init_from"), wanted=wanted)
 
 
 def place_params(params, like):
@@ -1426,21 +1412,18 @@ def place_params(params, like):
 # ---- means of metrics
 
 
-def metric_sums(metrics):
-    """{name: (sum, count)} from the metrics of a step, which are means and "counts". Sums are in
-    float64, so that those of a resumed run, which begin with the checkpoint's, are bit-identical.
+def add_sums(since_log, metrics):
+    """{name: (sum, count)} from the metrics of a step, which are means and "counts"; added to those
+    since the last log row. Sums are in float64, so that those of a resumed run, which begin with
+    the checkpoint's, are bit-identical.
     """
     sums = {}
     for name, count in metrics.get("counts", {}).items():  # a hook's train_step may give none
-        sums[name] = (np.float64(metrics[name]) * (count or 1), float(count))
-    return sums
-
-
-def add_sums(since_log, sums):
-    """Add the sums of a step to those since the last log row."""
-    for name, (total, count) in sums.items():
+        total, count = np.float64(metrics[name]) * (count or 1), float(count)
+        sums[name] = total, count
         total_before, count_before = since_log.get(name, (0.0, 0.0))
         since_log[name] = total_before + total, count_before + count
+    return sums
 
 
 def metric_means(sums):
@@ -1464,19 +1447,6 @@ def metric_means(sums):
 
 # Buckets of wall time. data: the device waits for a batch.
 TIME_BUCKETS = ("start", "compile", "step", "data", "save", "eval", "other")
-
-
-def init_timers(launched):
-    """Timers: {"launched": when, "seconds": {bucket: seconds}, over all restarts, "bucket": the one
-    that is charged now, "since": when it was last charged}. begin_rates adds "logged_step" and
-    "logged", the step and the seconds at the last log row.
-    """
-    return {
-        "launched": launched,
-        "seconds": dict.fromkeys(TIME_BUCKETS, 0.0),
-        "bucket": "start",
-        "since": launched,
-    }
 
 
 def start_bucket(timers, bucket):
@@ -1618,12 +1588,12 @@ def catch_signals(progress):
             print_stderr(f"{name} again: ending at once")
             os._exit(128 + number)
 
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    caught = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
+        caught.append(signal.SIGHUP)
     with contextlib.ExitStack() as undo:
         if threading.current_thread() is threading.main_thread():  # only it can catch signals
-            for number in numbers:
+            for number in caught:
                 undo.callback(signal.signal, number, signal.signal(number, handle))
         yield
 
@@ -1786,7 +1756,7 @@ def console(cfg):
         elif event == "step":
             bar.update()
         elif event == "log":
-            speed = speed_name(row)
+            speed = next(name for name in reversed(row) if name.endswith("s_per_s"))
             bar.set_postfix_str(format_metrics(row, ["loss", speed]), refresh=False)
             print0(format_metrics(row, ["step", "loss", "lr", speed, "data_wait_s"]))
         elif event == "eval":
@@ -1832,20 +1802,13 @@ def format_metrics(row, names):
         if name in row:
             default = name.removeprefix("val_") + " {:.4g}"
             if name.endswith("s_per_s"):
-                default = "{:,.0f} " + name.removeprefix("eval_").replace("_per_s", "/s")
+                default = "{:,.0f} " + name.replace("_per_s", "/s")
             texts.append(METRIC_FORMATS.get(name, default).format(row[name]))
     return "  ".join(texts)
 
 
-def speed_name(row):
-    """The name of the speed in a row of training or of an evaluation."""
-    return next(name for name in reversed(row) if name.endswith("s_per_s"))
-
-
 def print_eval_row(row):
-    """Print the metrics of an evaluation, a line for each set with a name, and the speed if it took
-    long.
-    """
+    """Print the metrics of an evaluation, a line for each set with a name."""
     # {name of a set: {metric: value}}; "" is all of them
     sets = {"": {"step": row["step"]}}
     for key, value in numbers(row).items():
@@ -1857,12 +1820,9 @@ def print_eval_row(row):
         start = f"{'':13}{name:<{width}}  " if name else ""
         metrics = sorted(values, key=lambda metric: metric not in ("step", "val_loss"))
         print0(start + format_metrics(values, metrics))
-    if row["eval_s"] > LONG_EVAL_S:
-        speed = format_metrics(row, [speed_name(row)])
-        print0(f"{'':13}evaluated in {row['eval_s']:.1f} s, {speed}")
 
 
-LONG_EVAL_S = 2.0  # an evaluation that takes longer gets a progress bar, and a line with its speed
+LONG_EVAL_S = 2.0  # an evaluation that takes longer gets a progress bar
 
 
 def eval_bar(n_batches):
@@ -1876,9 +1836,7 @@ def print_samples(row):
     """Print the samples of a row. What follows the prompt is marked as labels are."""
     for text, prompt in zip(row["texts"], row["prompts"], strict=True):
         shown = mark_labels([(prompt, False), (text[len(prompt):], True)])
-        print0(f"{' sample '.center(24, '-')}\n{shown}")
-    if row["texts"]:
-        print0("-" * 24)
+        print0(f"{' sample '.center(24, '-')}\n{shown}\n")
 
 
 def printable(text):
@@ -1976,9 +1934,6 @@ def describe_run(setup, programs, start):
     device = jax.devices()[0]
     packages = ("jax", "jaxlib", "numpy", "optax", "tensorstore")
     versions = {name: importlib.metadata.version(name) for name in packages}
-    run_id = os.urandom(4).hex()
-    if start["meta"] and not start["is_branch"]:
-        run_id = start["meta"]["run_id"]
     row = {
         "devices": f"{jax.device_count()} x {device.device_kind}",
         "processes": jax.process_count(),
@@ -1989,7 +1944,7 @@ def describe_run(setup, programs, start):
         "config": dataclasses.asdict(cfg),
         "mesh": dict(setup["mesh"].shape),
         "sources": start["sources"],
-        "run_id": run_id,
+        "run_id": start["run_id"],
         "machine": steplib.describe_machine(device) | {
             "device": device.device_kind, "xla_flags": os.environ.get("XLA_FLAGS", "")},
         "versions": versions | {"python": sys.version.split()[0]},
@@ -2058,9 +2013,6 @@ def write_rows(cfg, given):
     that the command line can resume the run. given: see `main`.
     """
     splits = given if isinstance(given, dict) else {"train": given}
-    if "train" not in splits:
-        raise ValueError(f"data: has {', '.join(map(repr, splits))}; must be rows, or a dict of "
-                         "rows by split, with 'train' and perhaps 'validation' or 'test'")
     fields = {"data": "train"}
     val_splits = [name for name in data.VAL_SPLITS if name in splits]
     if val_splits:
@@ -2280,6 +2232,7 @@ def run_mode(cfg, task, hooks, state, params):
 
 def write_samples(path, samples):
     """Write samples as JSON lines with "prompt" and "text", what follows it."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         for text, prompt in zip(samples["texts"], samples["prompts"], strict=True):
             file.write(ckpt.json_line({"prompt": prompt, "text": text[len(prompt):]}) + "\n")
@@ -2290,14 +2243,13 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     events of one in a run; in the other modes those that replace the loss have an effect.
     """
     # Find the parameters, and check that they fit what is to be done.
-    is_given = state is not None or params is not None
-    setup, start = find_saved(cfg, task, hooks, is_given)
+    setup = setup_run(cfg, task, hooks=hooks)
     cfg, task = setup["cfg"], setup["task"]
+    start = {"meta": {}}
+    if state is None and params is None:
+        start = find_saved(setup)
     if cfg.mode == "sample" and not task["sample"]:
         raise ValueError("mode sample: this task has no samples")
-    if cfg.samples_file and not os.access(os.path.dirname(cfg.samples_file) or ".", os.W_OK):
-        raise ValueError(f"samples_file {cfg.samples_file!r}: must be in a folder that exists and "
-                         "can be written")
     if cfg.mode == "eval":
         val_data = open_data(task, cfg, ("val",))["val"]
         if not val_data:
@@ -2342,44 +2294,40 @@ def load_run(cfg, task=TEXT, hooks=()):
     tests/recipes/chat.py.
     """
     cfg, hooks = prepare(cfg, hooks)
-    setup, start = find_saved(cfg, task, hooks)
-    return setup, *load_saved(setup, start)
-
-
-def find_saved(cfg, task, hooks, is_given=False):
-    """Find the parameters that a mode without a loop uses: (setup, start of load_start). If the
-    caller gave none, they are those of the checkpoint of cfg.out_dir that cfg.checkpoint names, or
-    those of cfg.init_from. start has the keys of choose_start that load_start reads: where the
-    checkpoint is, and from which sources the parameters come that it lacks.
-    """
     setup = setup_run(cfg, task, hooks=hooks)
-    cfg, root = setup["cfg"], setup["root"]
-    start = {"root": root, "meta": {}, "step": None, "missing": set(), "load_from": []}
-    if is_given:
-        return setup, start
+    return setup, *load_saved(setup, find_saved(setup))
+
+
+def find_saved(setup):
+    """Find the parameters that a mode without a loop uses: those of the checkpoint of cfg.out_dir
+    that cfg.checkpoint names, or those of cfg.init_from. The keys of choose_start that load_start
+    reads: where the checkpoint is, and from which sources the parameters come that it lacks.
+    """
+    cfg, root, step = setup["cfg"], setup["root"], None
     if cfg.checkpoint == "latest":
         needed_for = "" if cfg.init_from else f"mode {cfg.mode}"
         _, meta = ckpt.newest_run_meta(root, needed_for)
     else:
-        start["root"], start["step"], meta = ckpt.find_checkpoint(root, cfg.checkpoint)
-    if meta:
-        print0(f"run {cfg.out_dir}, checkpoint {cfg.checkpoint}, of step {meta['step']}")
-
+        root, step, meta = ckpt.find_checkpoint(root, cfg.checkpoint)
     missing, load_from = find_parameters(setup, meta)
     errors = config.architecture_mismatch(meta.get("config", {}), vars(cfg))
-    if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
-        errors.append("init_from is not used, as the run has a checkpoint; use another --out_dir")
+    if meta:
+        print0(f"run {cfg.out_dir}, checkpoint {cfg.checkpoint}, of step {meta['step']}")
+        if cfg.init_from != tuple(meta["config"]["init_from"]):
+            errors.append("init_from is not used, as the run has a checkpoint; use another "
+                          "--out_dir")
     for name in sorted(missing.difference(*(source["take"].values() for source in load_from))):
         errors.append(f"no source in init_from has {name}")
     config.raise_if_errors(errors, f"mode {cfg.mode}, {root}")
-    return setup, start | {"meta": meta, "missing": missing, "load_from": load_from}
+    return {"root": root, "step": step, "meta": meta, "missing": missing, "load_from": load_from}
 
 
 def load_saved(setup, start, state=None, params=None):
     """(step, parameters) that find_saved has found."""
     like = {"params": steplib.lower_steps(*step_args(setup))["state"]["params"]}
     programs = {"state": like, "init": lambda key, params: {"params": params}}
-    step, _, loaded = load_start(setup, start, programs, state, params)
+    meta, loaded = load_start(setup, start, programs, state, params)
+    step = meta.get("step", 0) if state is None else int(state["step"])
     return step, loaded["params"]
 
 
@@ -2441,9 +2389,7 @@ def print_estimate(setup, cost):
     for program, n_bytes in cost["peaks"].items():
         print0(f"  {n_bytes / 2**30:10,.4g} GiB  in all during {program}")
     limit = steplib.memory_limit(setup["mesh"])
-    fits = "whether it fits is not known, as the memory of this device is not known"
-    if limit:
-        fits = f"fits in {limit / 2**30:,.4g} GiB"
+    fits = f"fits in {limit / 2**30:,.4g} GiB" if limit else "the memory limit is not known"
     print0(cost.get("error", fits))
 
 
@@ -2497,8 +2443,7 @@ def load_hooks(texts):
 
 def trace_profile(cfg):
     """Trace the steps first:last of cfg.profile into out_dir/profile."""
-    first, last = config.profile_span(cfg)
-    return steplib.profiler(first, last, Path(cfg.out_dir) / "profile", print0)
+    return steplib.profiler(*config.profile_span(cfg), Path(cfg.out_dir) / "profile", print0)
 
 
 # ---- plot

@@ -125,7 +125,7 @@ def randomness(cfg):
     run = train.setup_run(cfg)
     start = train.choose_start(run, None, None, None)
     programs = {"init": lambda key, params: jax.random.key_data(key), "state": {"params": {}}}
-    _, _, key = train.load_start(run, start, programs, None, None)
+    _, key = train.load_start(run, start, programs, None, None)
 
     def preview(params, key, source, cfg):
         return [{"prompt": "", "text": str(jax.random.key_data(key).tolist())}]

@@ -131,7 +131,7 @@ def test_frozen_parameters_and_a_new_metric(tiny):
 def test_an_average_of_the_parameters_is_evaluated_and_resumed_on_another_mesh(tiny):
     """It is NumPy's; an evaluation has its loss, which "eval_batch" adds up to.
 
-    Break: train.py: tree |= hook_arrays => pass
+    Break: train.py: ckpt.flatten(state | {"hooks": planned["arrays"]}) => ckpt.flatten(state)
     """
     ema = {}
     losses = []
