@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import time
 import zlib
 from bisect import bisect_left, insort
@@ -44,7 +45,8 @@ from tqdm import tqdm
 # A draw is a row counted over all batches: row r of batch k is draw k * batch_size + r.
 # A shard is a dict: an array of tokens that stays on disk, its name, documents and more: see
 # `tokenize_files`.
-# A dataset is shards cut into sequences of seq_len tokens: see `make_dataset`.
+# A dataset is shards cut into sequences of seq_len tokens: see `make_dataset`. An example is the
+# number of a sequence in its dataset; the shuffle selects an example for each draw.
 # A source is what the loop reads, a dataset with a function from step to batch: see `open_text`.
 
 # Label ignored by the loss. As in model.py; repeated, so that this file works alone.
@@ -109,8 +111,7 @@ def read_sequences(dataset, examples):
     # The shard of each sequence, and its index among the shard's sequences.
     cum_counts = dataset["cum_counts"]
     shard_of = np.searchsorted(cum_counts, examples, side="right")
-    # For the first shard the index is -1: `where` discards that value.
-    n_before = np.where(shard_of > 0, cum_counts[shard_of - 1], 0)
+    n_before = np.append(0, cum_counts)[shard_of]
     offsets = examples - n_before
 
     shards = [dataset["shards"][i] for i in shard_of.tolist()]
@@ -172,10 +173,9 @@ def eval_batch_at(dataset, index, batch_size, rows=None):
 
 # Draws 0 to n - 1 are the first epoch of n examples, draws n to 2n - 1 the second.
 # permute(index, n, order) maps [0, n) onto itself in O(1) memory: no list of n examples is shuffled
-# or stored. `order` is a text, such as "(0, 1)" of seed 0 and epoch 1; each selects another order.
+# or stored. `order` is any text; each selects another order. Training has "(SEED, EPOCH)".
 
 BLOCK = 4096  # examples permuted in one call and cached; one call per batch would be slower
-EVAL_ORDER = "held out"  # names the order of evaluation batches
 
 
 def draws_at(step, batch_size, rows):
@@ -207,12 +207,9 @@ def shuffled(draws, n, seed):
 
 def _permuted(ranks, n, orders):
     """The example at each rank in an order of n examples; `orders` has the name of each order."""
-    blocks, offsets = np.divmod(ranks, BLOCK)
     sizes = np.broadcast_to(n, ranks.shape)
-    examples = []
-    for block, offset, size, order in zip(
-            blocks.tolist(), offsets.tolist(), sizes.tolist(), orders):
-        examples.append(_permuted_block(block, size, order)[offset])
+    examples = [_permuted_block(rank // BLOCK, size, order)[rank % BLOCK]
+                for rank, size, order in zip(ranks.tolist(), sizes.tolist(), orders)]
     return np.array(examples, np.int64)
 
 
@@ -230,7 +227,7 @@ def eval_examples_at(index, batch_size, n, rows=None):
     batches are a fair sample. After the last example they repeat with a mask of False.
     """
     draws = draws_at(index, batch_size, rows)
-    return _permuted(draws % n, n, [EVAL_ORDER] * len(draws)), draws < n
+    return _permuted(draws % n, n, ["held out"] * len(draws)), draws < n
 
 
 def n_eval_batches(n, batch_size, limit):
@@ -322,7 +319,7 @@ def open_text(parts, cfg):
     does not come from its files. A validation set without a name is named "".
     A source is {
         "n": number of sequences,
-        "batch": (step, rows) -> batch; of validation data (index, rows, batch_size) -> batch,
+        "batch": (index, rows, batch_size=cfg.batch_size) -> these rows of a batch,
         "fingerprint": a text that differs when the tokens do,
         "summary": a text to print,
         "preview": () -> documents to print, see show_examples,
@@ -334,34 +331,31 @@ def open_text(parts, cfg):
     # By default, ids are the bytes of the text.
     tokenizer = make_cfg_tokenizer(cfg)
     open_files = file_opener(cfg, tokenizer)
-    # {name: files}; one set is named "".
     weights = mixture_weights(cfg.data)
-    train_sets = {name: [name] for name in weights} or {"": cfg.data}
-    val_sets = named_sets(cfg.val_data)
-    # No file may be in two of these sets.
-    groups = {f"data {name}".strip(): files for name, files in train_sets.items()}
-    groups |= {f"val_data {name}".strip(): files for name, files in val_sets.items()}
-    check_disjoint(groups)
+    # The sets of files, as (field, name, files). A set without a name is named "".
+    train_sets = [("data", name, [name]) for name in weights] or [("data", "", cfg.data)]
+    val_sets = [("val_data", *named) for named in named_sets(cfg.val_data).items()]
+    check_disjoint(train_sets + val_sets)
 
     # Validation data from files of its own.
     val = {}
-    for name, files in val_sets.items():
-        dataset = open_files(files, field=f"val_data {name}".strip())
-        val[name] = _make_source(dataset, eval_batch_at, cfg, tokenizer)
+    for field, name, files in val_sets:
+        val[name] = _make_source(open_files(files, field=field), eval_batch_at, cfg, tokenizer)
     # Training data is not requested, and validation does not come from it: open nothing more.
     if "train" not in parts and val:
         return {"train": None, "val": val}
 
     # Training data. Without val_data, the last val_frac of each set is validation data.
-    datasets = {name: open_files(files) for name, files in train_sets.items()}
-    if cfg.val_frac and not val:
-        for name in datasets:
-            datasets[name], val_dataset = split(datasets[name], cfg.val_frac)
+    datasets = []
+    for field, name, files in train_sets:
+        dataset = open_files(files, field=field)
+        if cfg.val_frac and not val_sets:
+            dataset, val_dataset = split(dataset, cfg.val_frac)
             val[name] = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
-    dataset = datasets.get("")
+        datasets.append(dataset)
     # Optional: several datasets, mixed by weight.
     if weights:
-        dataset = mix([*datasets.values()], [*weights.values()])
+        dataset = mix(datasets, [*weights.values()])
     train = _make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
     return {"train": train, "val": val}
 
@@ -377,11 +371,13 @@ def file_opener(cfg, tokenizer):
 
 def _make_source(dataset, build_batch, cfg, tokenizer):
     """Make the source of a dataset. build_batch: batch_at or eval_batch_at."""
-    build_batch(dataset, 0, cfg.batch_size)  # wrong ids are an error before the compilation
+    def batch(index, rows, batch_size=cfg.batch_size):
+        return build_batch(dataset, index, batch_size, rows=rows)
+
+    batch(0, [0])  # a wrong id is an error before the compilation
     return {
         "n": dataset["n"],
-        "batch": lambda step, rows, batch_size=cfg.batch_size: build_batch(
-            dataset, step, batch_size, rows=rows),
+        "batch": batch,
         "fingerprint": fingerprint(dataset),
         "summary": describe(dataset),  # optional: summaries
         "preview": lambda: show_examples(dataset, tokenizer),  # optional: examples
@@ -537,8 +533,7 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
     shard = read()  # also works on a read-only disk
     if shard is None:
         write = partial(_write_shard, paths, tokenizer, columns)
-        with as_value_error(f"{name}: cannot be tokenized into {folder}; make room there, or "
-                            "choose another folder with --token_cache", OSError):
+        with as_value_error(f"{name}: cannot be tokenized into --token_cache {folder}", OSError):
             shard = _write_once(cached, write, read)
     return shard | {"name": name, "token_offset": 0, "path": cached / "tokens"}
 
@@ -795,13 +790,9 @@ def rows_in(path, size, columns=()):
 
 def _named_columns(row, columns, where):
     """{name: row[column]} for each NAME=COLUMN."""
-    named = {}
-    for entry in columns:
-        name, _, column = entry.partition("=")
-        if not isinstance(row, dict) or column not in row:
-            raise ValueError(f"{where}: has no column {column!r}: {str(row)[:80]}")
-        named[name] = row[column]
-    return named
+    pairs = [entry.split("=", 1) for entry in columns]
+    with as_value_error(f"{where}: has no column", KeyError, TypeError):
+        return {name: row[column] for name, column in pairs}
 
 
 def _file_kind(path):
@@ -812,15 +803,10 @@ def _file_kind(path):
 @contextlib.contextmanager
 def _open_utf8(path):
     """Open a text file. Errors in reading it are ValueErrors that name it."""
-    with io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline="\n") as file:
-        try:
-            yield file
-        except UnicodeDecodeError as e:
-            excerpt = e.object[max(0, e.start - 20) : e.end]
-            raise ValueError(f"{path}: not UTF-8 at {excerpt!r}; data is text, .jsonl, .parquet or "
-                             "another format in tests/COMMANDS.md") from None
-        except (OSError, EOFError, zlib.error) as e:
-            raise ValueError(f"{path}: cannot be read (cut off, or zstd --long?): {e}") from None
+    with (as_value_error(f"{path}: cannot be read (not UTF-8, cut off, or zstd --long?)", OSError,
+                         EOFError, zlib.error, UnicodeDecodeError),
+          io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline="\n") as file):
+        yield file
 
 
 def _open_bytes(path):
@@ -836,19 +822,17 @@ def _open_bytes(path):
 def _text_pieces(file, size):
     """Yield (text, is_last) in pieces of about `size` characters; -1: in one piece.
 
-    Text is cut where tokenizers split it anyway: after a line that a letter or digit follows, else
-    after a word. The cut is the last possible one, so patterns begin with a greedy `.*`.
+    Text is cut where tokenizers split it anyway: after a line that a letter or digit follows, or
+    after a word. The cut is the last possible one, so the pattern begins with a greedy `.*`.
     """
-    line_end = re.compile(r"(?s).*\S\n(?=[^\W_])")
-    word_end = re.compile(r"(?s).*[^\W_](?=\s)")
+    to_cut = re.compile(r"(?s).*(\S\n(?=[^\W_])|[^\W_](?=\s))")
     text = file.read(size)
     more = file.read(size)
     while more:
         # Earlier text was already searched. The last two characters may end a line or a word now.
         n_searched = max(0, len(text) - 2)
         text += more
-        # Cut after the last line that ends here, else after the last word; else read on.
-        cut = line_end.match(text, n_searched) or word_end.match(text, n_searched)
+        cut = to_cut.match(text, n_searched)
         if cut:
             yield text[: cut.end()], False
             text = text[cut.end() :]
@@ -881,21 +865,11 @@ def _token_cache_folder(cfg):
     return cfg.token_cache or os.path.join(home, "data")
 
 
-# Sections of this file that decide which tokens come from a file and a tokenizer. An edit of them
-# changes the names in the token cache.
-READER_SECTIONS = ("text files to tokens", "the tokenizer", "rows of token ids",
-                   "prompts and chats", "file formats", "tokenizers")
-
-
 def _cache_key(paths, tokenizer, columns):
     """Name of the tokens of these files: a hash of their content, the columns, the tokenizer, and
-    the source of READER_SECTIONS.
+    this file, since an edit of it may change the tokens.
     """
-    source = Path(__file__).read_text(encoding="utf-8")
-    parts = re.split(r"(?m)^# ---- (.+)$", source)  # each banner, then its text
-    sections = dict(zip(parts[1::2], parts[2::2]))
-    code = [sections.get(banner) for banner in READER_SECTIONS]
-    content = []
+    content = [Path(__file__).read_text(encoding="utf-8")]
     for file in chain.from_iterable(map(_files_of, paths)):
         identity = [file.suffixes[-2:], *content_id(file)]
         # The time of the last change stands for the content beyond the first MiB. It is the one
@@ -903,7 +877,7 @@ def _cache_key(paths, tokenizer, columns):
         if file.stat().st_size > 2**20:
             identity.append(file.stat().st_ctime_ns)
         content.append(identity)
-    key = json.dumps([*code, tokenizer["key"], *columns, *content])
+    key = json.dumps([tokenizer["key"], *columns, *content])
     return hashlib.sha256(key.encode()).hexdigest()[:20]
 
 
@@ -939,7 +913,7 @@ def make_tokenizer(name, eos_token=""):
         "encode": text -> 1-D array of ids,
         "encode_batch": the same for a list of texts,
         "encode_continuations": the same for texts that continue another one,
-        "encode_with_offsets": list of texts -> [(ids, first character of each, the one after it)],
+        "encode_with_offsets": list of texts -> [an object with the lists "ids" and "offsets"],
         "decode": ids -> text; ids that the tokenizer lacks are shown as numbers, <300>,
         "vocab_size", "dtype": of the ids,
         "bos", "eos": ids around a document; bos None: an eos stands before it, too; eos None: the
@@ -964,8 +938,7 @@ TOKENIZER_FILES = ("*token*.json", "*token*.model", "vocab.*", "merges.txt", "ch
 
 
 def _tokenizer_files(folder):
-    found = chain.from_iterable(map(Path(folder).glob, TOKENIZER_FILES))
-    return sorted({*found})
+    return sorted(set(chain.from_iterable(map(Path(folder).glob, TOKENIZER_FILES))))
 
 
 @lru_cache(maxsize=8)
@@ -987,11 +960,11 @@ def _read_tokenizer(name, eos_token, written_at):
         return [np.asarray(ids, dtype) for ids in encode(texts)]
 
     def decode(ids):
-        pieces = []
-        for is_known, some_ids in groupby(np.asarray(ids).tolist(), key=lambda i: i < n):
+        text = ""
+        for is_known, group in groupby(np.asarray(ids).tolist(), key=lambda i: i < n):
             decode_some = library["decode"] if is_known else _decode_numbers
-            pieces.append(decode_some(list(some_ids)))
-        return "".join(pieces)
+            text += decode_some(list(group))
+        return text
 
     encode_batch = partial(as_arrays, library["encode_batch"])
     continuations = library.get("encode_continuations", library["encode_batch"])
@@ -1069,7 +1042,7 @@ def _refuse_text(text):
 
 def _decode_numbers(ids):
     """ids without a text, shown as numbers, as in <15496>."""
-    return "".join(f"<{i}>" for i in np.asarray(ids).tolist())
+    return "".join(f"<{i}>" for i in ids)
 
 
 # ---- metrics of text
@@ -1206,8 +1179,7 @@ def named_sets(entries):
         name, pattern = named.groups() if named and not _matches(text) else ("", text)
         sets.setdefault(name, []).append(pattern)
     if "" in sets and len(sets) > 1:
-        raise ValueError(f"val_data {sets[''][0]!r}: give each entry a name, as NAME=PATTERN, or "
-                         "none")
+        raise ValueError(f"val_data {sets[''][0]!r}: name each entry, as NAME=PATTERN, or none")
     return sets
 
 
@@ -1217,8 +1189,7 @@ VAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
 
 def _choose_split(folder, field):
     """The split of a DatasetDict's folder: for training "train", for val_data another."""
-    # A set with a name is the field "val_data NAME".
-    names = VAL_SPLITS if field.startswith("val_data") else ("train",)
+    names = VAL_SPLITS if field == "val_data" else ("train",)
     splits = sorted(path.parent.name for path in Path(folder).glob("*/state.json"))
     for name in names:
         if name in splits:
@@ -1229,15 +1200,15 @@ def _choose_split(folder, field):
 
 # ---- checks of files and ids
 
-def check_disjoint(groups):
-    """Raise ValueError for a file that is in two of {name: patterns}."""
-    names_of = {}
-    for name, patterns in groups.items():
-        for path in expand(patterns, lenient=True, field=name):
-            names_of.setdefault(os.path.realpath(path), []).append(name)
-    for path, names in sorted(names_of.items()):
-        if len(names) > 1:
-            raise ValueError(f"{path}: is in both {' and '.join(names)}; take it out of one")
+def check_disjoint(sets):
+    """Raise ValueError for a file that is in two of these sets: (field, name, patterns)."""
+    field_of = {}
+    for field, _, patterns in sets:
+        for path in map(os.path.realpath, expand(patterns, lenient=True, field=field)):
+            if path in field_of:
+                raise ValueError(f"{path}: is in two sets, of {field_of[path]} and {field}; take "
+                                 "it out of one")
+            field_of[path] = field
 
 
 def _check_sequences(dataset):
@@ -1315,10 +1286,9 @@ def mix(datasets, weights):
     Raises ValueError for weights that are not above 0 or repeat after more than 10,000 sequences.
     """
     weights = [Fraction(weight) for weight in weights]
-    if min(weights) > 0:
-        fractions = [weight / sum(weights) for weight in weights]
-        n_cycle = lcm(*(fraction.denominator for fraction in fractions))
-    if min(weights) <= 0 or n_cycle > 10**4:
+    fractions = [weight / (sum(weights) or 1) for weight in weights]
+    n_cycle = lcm(*(fraction.denominator for fraction in fractions))
+    if min(fractions) <= 0 or n_cycle > 10**4:
         given = " ".join(str(float(weight)) for weight in weights)
         raise ValueError(f"data {given}: weights must be above 0 and repeat within 10,000 "
                          "sequences; round them, as in 0.7 and 0.3")
@@ -1632,9 +1602,9 @@ def _encode_pairs_and_chats(records, tokenizer):
 
     chats = [record for record in records if record["kind"] == "chat"]
     encoded = tokenizer["encode_with_offsets"]([record["text"] for record in chats])
-    for record, (ids, starts, ends) in zip(chats, encoded):
-        record["ids"] = ids
-        record["ignored"] = _ignore_outside(record, ids, starts, ends, tokenizer)
+    for record, encoding in zip(chats, encoded):
+        record["ids"] = np.array(encoding.ids, np.int64)
+        record["ignored"] = _ignore_outside(record, encoding.offsets, tokenizer)
 
 
 def messages_in(value):
@@ -1780,8 +1750,6 @@ def _open_chat(messages, tools, tokenizer):
 
 def _check_rendered(render, messages, text):
     """Raise ValueError for a message whose content has no effect on the rendered text."""
-    if not text:
-        raise ValueError("the chat template renders it to nothing; remove the row")
     for i, message in enumerate(messages):
         content = message.get("content", "").strip()
         # If the text has it fewer times than the messages have, some message is not rendered.
@@ -1847,18 +1815,19 @@ def _parsed(value):
     return _parse_json(value, repr(value[:60])) if isinstance(value, str) else value
 
 
-def _ignore_outside(record, ids, starts, ends, tokenizer):
-    """1 for each id of a chat that is not in its spans. starts, ends: the first character of each
-    id and the one after its last.
+def _ignore_outside(record, offsets, tokenizer):
+    """1 for each id of a chat that is not in its spans. offsets: the first character of each id and
+    the one after its last.
     """
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     # A token may span the border of an answer. But a special token that takes the space beside it
     # is where its own text is, and it is a label where it ends.
-    is_special = np.isin(ids, [*tokenizer["special_tokens"].values()])
+    is_special = np.isin(record["ids"], [*tokenizer["special_tokens"].values()])
     for k in np.flatnonzero(is_special).tolist():
         piece = record["text"][starts[k] : ends[k]]
         starts[k] += len(piece) - len(piece.lstrip())
         ends[k] = starts[k] + len(piece.strip())
-    ignored = np.ones(len(ids), np.uint8)
+    ignored = np.ones(len(starts), np.uint8)
     for first, last in record["spans"]:
         ignored[(ends > first) & (starts < last) & ~(is_special & (ends > last))] = 0
     return ignored
@@ -1915,10 +1884,8 @@ def show_examples(dataset, tokenizer):
     batch = _first_sequences(dataset)
     is_label = batch["labels"] != IGNORE
     for row in np.flatnonzero(is_label.any(axis=1))[:N_SHOWN]:
-        shown = slice(None)
-        if "segments" in batch:
-            segments = batch["segments"][row]
-            shown = segments == segments[np.argmax(is_label[row])]
+        segments = batch.get("segments", np.ones_like(is_label))[row]
+        shown = segments == segments[np.argmax(is_label[row])]
         # The label after the last token is shown, too.
         ids = np.append(batch["tokens"][row, shown], batch["labels"][row, shown][-1])
         is_shown_label = np.append(False, is_label[row, shown])
@@ -1976,10 +1943,8 @@ def sample_prompts(cfg, tokenizer, source=None):
     # a document.
     special = set(tokenizer["special_tokens"].values()) - {tokenizer["bos"], tokenizer["eos"]}
     for prompt in prompts:
-        stops = tokenizer["stops"]
-        if special.intersection(prompt["ids"]):
-            stops = stops | turn_ends(tokenizer)
-        prompt["stops"] = sorted(stops)
+        ends = turn_ends(tokenizer) if special.intersection(prompt["ids"]) else set()
+        prompt["stops"] = sorted(tokenizer["stops"] | ends)
     return prompts
 
 
@@ -1999,13 +1964,9 @@ def _whole_characters(ids, decode):
 def prompt_ids(text, tokenizer):
     """The ids of a prompt, after the token that begins a document."""
     ids = tokenizer["encode"](text).tolist() if text else []
-    first = tokenizer["bos"]
-    if first is None:
-        first = tokenizer["eos"]
     # A prompt that begins with a special token, as a rendered chat does, needs no other one.
-    begins = bool(ids) and ids[0] in tokenizer["openings"]
-    if first is not None and not begins:
-        ids.insert(0, first)
+    if not tokenizer["openings"].intersection(ids[:1]):
+        ids = [i for i in (tokenizer["bos"], tokenizer["eos"]) if i is not None][:1] + ids
     return ids or [0]
 
 
@@ -2022,8 +1983,7 @@ def read_prompts(path, tokenizer):
             continue
         with as_value_error(where, ValueError, TypeError, AttributeError):
             if ("prompt" in row) == ("messages" in row):
-                raise ValueError("must have either a text 'prompt' or a list 'messages': "
-                                 f"{str(row)[:80]}")
+                raise ValueError(f"must have either prompt or messages: {str(row)[:60]}")
             prompt = messages_in(row.get("prompt") or row.get("messages"))
             if not isinstance(prompt, str):
                 messages = [*_system_messages(row), *prompt]
@@ -2041,8 +2001,7 @@ def chat_prompt(messages, tools, tokenizer):
     """
     messages, render = _open_chat(messages, tools, tokenizer)
     if messages[-1]["role"] == "assistant":
-        raise ValueError("the last message is the assistant's; must be one that a sample can "
-                         "answer")
+        raise ValueError("the last message is the assistant's; a sample would follow another")
     render = partial(render, add_generation_prompt=True)
     text = render(messages)
     _check_rendered(render, messages, text)
@@ -2056,16 +2015,13 @@ def turn_ends(tokenizer):
     template = tokenizer["chat"]()
     if not template:
         return set()
-    answers = ("forty-two", "seventeen")
-    messages = []
-    for answer in answers:
-        messages += [{"role": "user", "content": "A number?"},
-                     {"role": "assistant", "content": answer}]
+    answer = "forty-two"
+    turn = [{"role": "user", "content": "A number?"}, {"role": "assistant", "content": answer}]
     try:
-        text = template["render"](messages, None)
+        _, *rests = template["render"](turn * 2, None).split(answer)
     except ValueError:  # e.g. a template that needs tools; the declared ends remain
         return set()
-    ends = [_special_token(text.partition(answer)[2].lstrip(), tokenizer) for answer in answers]
+    ends = [_special_token(rest.lstrip(), tokenizer) for rest in rests]
     return {tokenizer["special_tokens"][end] for end in ends if end}
 
 
@@ -2205,10 +2161,10 @@ def write_rows(folder, name, rows, columns=()):
         rows = map(rows.__getitem__, range(len(rows)))
     known = known_columns(columns)
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"{name}.{os.getpid()}.partial"
     digest = hashlib.sha256()
-    try:
-        with open(temporary, "wb") as file:
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        partial_file = Path(temporary, name)
+        with open(partial_file, "wb") as file:
             for number, row in enumerate(rows, 1):
                 with as_value_error(f"data: {name} row {number}: not a dict that JSON can hold",
                                     AttributeError, TypeError, ValueError):
@@ -2222,9 +2178,7 @@ def write_rows(folder, name, rows, columns=()):
         path = folder / f"{name}-{digest.hexdigest()[:16]}.jsonl"
         # An unchanged file keeps its time, which is part of its key in the token cache.
         if not path.exists():
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            partial_file.replace(path)
     return str(path)
 
 
@@ -2306,19 +2260,12 @@ def _hf_tokenizer(name, eos_token):
     def ids_of(tokenizer, texts):
         return [encoding.ids for encoding in encoded(tokenizer.encode_batch_fast, texts)]
 
-    def encode_with_offsets(texts):
-        found = []
-        for encoding in encoded(tok.encode_batch, texts):
-            starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-            found.append((np.array(encoding.ids, np.int64), starts, ends))
-        return found
-
     files = _tokenizer_files(name) or [path]
     added_tokens = tok.get_added_tokens_decoder()
     return {
         "encode_batch": partial(ids_of, tok),
         "encode_continuations": partial(ids_of, _without_first_space(library, tok)),
-        "encode_with_offsets": encode_with_offsets,
+        "encode_with_offsets": partial(encoded, tok.encode_batch),
         "decode": partial(tok.decode, skip_special_tokens=False),
         "vocab_size": max(tok.get_vocab().values()) + 1,  # ids may have gaps
         "bos": bos,

@@ -292,7 +292,7 @@ def npy(array):
     ("type.jsonl", b'\n{"text": 5}\n', "line 2: must have one of"),
     ("", None, "name the files, as in 'FOLDER/*.txt'"),
     ("absent*.txt", None, "no such file, and no file matches it as a glob"),
-    ("x.txt", b"fine\n" * 5000 + b"\xff\xfe", r"not UTF-8 at b'fine\nfine\nfine\nfine\n\xff'"),
+    ("x.txt", b"fine\n" * 5000 + b"\xff\xfe", "cannot be read (not UTF-8, cut off, or zstd"),
     ("x.txt", b"a\0b", "has a zero byte"),
     ("x.txt.gz", gzip.compress(b"text " * 999, mtime=0)[:-20], "x.txt.gz: cannot be read"),
     ("x.parquet", b"PAR1....", "not a .parquet or .arrow file"),
@@ -481,7 +481,7 @@ def no_encoding(texts):
 def test_val_data_is_all_validation_data(val_frac, tmp_path):
     """With val_data no training data is taken for validation; without either it is empty.
 
-    Break: data.py: if cfg.val_frac and not val: => if cfg.val_frac or not val:
+    Break: data.py: if cfg.val_frac and not val_sets: => if cfg.val_frac or not val_sets:
     """
     path, val = write(tmp_path / "a.txt", b"a" * 799), write(tmp_path / "b.txt", b"b" * 79)
     cfg = config.Config(data=(str(path),), val_data=(str(val),), val_frac=val_frac, seq_len=8,
@@ -515,7 +515,7 @@ def test_tokenizing_shows_a_bar_on_a_terminal(tmp_path, monkeypatch):
 def test_text_is_tokenized_again_by_another_reader(tmp_path, monkeypatch):
     """After a change of the code that reads a format, its files are tokenized again.
 
-    Break: data.py: json.dumps([*code, => json.dumps([
+    Break: data.py: content = [Path(__file__).read_text(encoding="utf-8")] => content = []
     """
     path = write(tmp_path / "a.txt", b"a text that is long enough")
     tokenized(path, folder=tmp_path / "p")
@@ -577,16 +577,15 @@ def test_the_folder_of_tokens(tmp_path, monkeypatch):
 def test_a_file_in_both(tmp_path):
     """A file in two sets of data is refused, by whatever path it is named.
 
-    Break: data.py: {f"data {name}".strip(): files => {"data": files
+    Break: data.py: field_of[path] = field => pass
     """
     path = write(tmp_path / "a.txt", b"a text that is long enough")
     cfg = config.Config(data=(str(path),), val_data=(str(tmp_path / "x" / ".." / "*.txt"),),
                         seq_len=4, out_dir=str(tmp_path), token_cache=str(tmp_path / "p"))
     (tmp_path / "x").mkdir()
     twice = {"val_data": (), "data": (f"{path}=1", f"{tmp_path}/*.txt=2")}
-    for change, words in (({}, "data and val_data"),
-                          (twice, r"data .*a.txt and data .*\*.txt; take it out of one")):
-        with pytest.raises(ValueError, match=f"a.txt: is in both {words}"):
+    for change, words in (({}, "data and val_data"), (twice, "data and data")):
+        with pytest.raises(ValueError, match=f"a.txt: is in two sets, of {words}; take it out"):
             data.open_text(("train", "val"), dataclasses.replace(cfg, **change))
 
 
@@ -617,14 +616,14 @@ print(next(folder.glob("*/tokens")).stat().st_ino, zlib.crc32(dataset["shards"][
 def test_a_disk_that_fills(tmp_path):
     """Without room for tokenized text the error names the flag, and no partial folder stays.
 
-    Break: data.py: choose another folder with --token_cache", OSError): =>
-    choose another folder with --token_cache", ZeroDivisionError):
+    Break: data.py: into --token_cache {folder}", OSError): =>
+    into --token_cache {folder}", ZeroDivisionError):
     """
     path = write(tmp_path / "a.txt", b"some words in a line\n" * 3000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        with pytest.raises(ValueError, match="a.txt: cannot be tokenized into .* --token_cache"):
+        with pytest.raises(ValueError, match="a.txt: cannot be tokenized into --token_cache"):
             tokenized(path, folder=tmp_path / "p")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -644,7 +643,7 @@ def write_rows(path, rows):
 def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
     """The ids of a long text do not depend on where it is cut into pieces.
 
-    Break: data.py: \\S\\n(?=[^\\W_])") => \\S\\n(?=.)")
+    Break: data.py: \\S\\n(?=[^\\W_])| => \\S\\n(?=.)|
     """
     tok = small_bpe(tmp_path / "t.json", "<|endoftext|>")
     if split in ("cl100k", "o200k"):
@@ -676,7 +675,7 @@ def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
 def test_a_long_text_has_short_pieces():
     """Windows lines, indented lines, one line and text without blanks are cut into short pieces.
 
-    Break: data.py: or word_end.match(text, n_searched) => or None
+    Break: data.py: |[^\\W_](?=\\s)) => )
     """
     for line in ("one line;\r\n", "\t<row id='1'/>\n", "one line ", "한국어.\n"):
         file = io.StringIO(line * 999, newline="\n")
@@ -976,7 +975,7 @@ def test_a_mixture_is_exact(weights, size):
 def test_weights_of_a_mixture():
     """Weights that are not above 0, or that never repeat, are refused.
 
-    Break: data.py: if min(weights) <= 0 or n_cycle > 10**4: => if n_cycle > 10**4:
+    Break: data.py: if min(fractions) <= 0 or n_cycle > 10**4: => if n_cycle > 10**4:
     """
     parts = [count_up(seq_len=8)] * 2
     for weights in (("0", "1"), ("0", "0"), ("0.123456789", "0.5"), ("0",)):

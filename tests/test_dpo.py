@@ -216,7 +216,7 @@ def test_a_malformed_pair_is_rejected(line, error, tiny, tmp_path, capsys):
     ("--data {pairs} --init_from base --z_loss 0.1", "z_loss: has no effect on pairs"),
     ("--data {pairs} --init_from base --vocab_size 90", "token id 97 is not in [0, 90)"),
     ("--data {pairs} --init_from base --beta 0", "beta 0.0: must be above 0"),
-    ("--data {pairs} --init_from base --val_data {pairs}", "is in both data and val_data"),
+    ("--data {pairs} --init_from base --val_data {pairs}", "is in two sets, of data and val_data"),
 ])
 def test_a_bad_flag_is_rejected(flags, error, tiny, tmp_path, capsys):
     """The exit code is 2, before anything is compiled.

@@ -36,7 +36,7 @@ def test_entries_with_names_become_sets(tmp_path, monkeypatch):
     named = ("code=c.txt", f"web={hub}", "code=d/*.py", "x.y-z=lang=en/b.txt")
     assert data.named_sets(named) == {
         "code": ["c.txt", "d/*.py"], "web": [hub], "x.y-z": ["lang=en/b.txt"]}
-    words = "val_data 'c.txt': give each entry a name, as NAME=PATTERN, or none"
+    words = "val_data 'c.txt': name each entry, as NAME=PATTERN, or none"
     with pytest.raises(ValueError, match=re.escape(words)):
         data.named_sets(("code=d.txt", "c.txt"))
 
@@ -46,7 +46,7 @@ def test_entries_with_names_become_sets(tmp_path, monkeypatch):
 def test_sets_with_names_have_the_sequences_of_their_files(changes, tiny, tmp_path, monkeypatch):
     """Each set has the batches of its files alone; a file may not be in two sets.
 
-    Break: data.py: dataset = open_files(files, field= => dataset = open_files(files[:1], field=
+    Break: data.py: (open_files(files, field=field), eval => (open_files(files[:1]), eval
     """
     monkeypatch.chdir(tmp_path)
     for name in ("text.txt", "more.txt", "last.txt"):
