@@ -68,9 +68,9 @@ def test_sets_with_names_have_the_sequences_of_their_files(changes, tiny, tmp_pa
             assert found.keys() == expected.keys()
             assert all((found[key] == expected[key]).all() for key in found)
     for change, words in (
-            (dict(val_data=("a=aa.jsonl", "b=./aa.jsonl")), "both val_data a and val_data b"),
-            (dict(val_data=("a=text.txt",), data=("text.txt",)), "both data and val_dat"),
-            (dict(val_data=("a=no.txt",)), "val_data a 'no.txt': no such file")):
+            (dict(val_data=("a=aa.jsonl", "b=./aa.jsonl")), "two sets, of val_data and val_data"),
+            (dict(val_data=("a=text.txt",), data=("text.txt",)), "sets, of data and val_data"),
+            (dict(val_data=("a=no.txt",)), "val_data 'no.txt': no such file")):
         with pytest.raises(ValueError, match=words):
             data.open_text(("train", "val"), dataclasses.replace(cfg, **change))
 
