@@ -761,10 +761,8 @@ N_CALLS, SECONDS = 5000, 25
 
 
 def determinism(how):
-    """Call one compiled step many times from one state, in two processes; compare the digests.
-
-    how: "default" or "deterministic" for a GPU without or with that flag, "threads-N" for so many
-    threads of a CPU, or "step" for other devices.
+    """Compare digests of one step in two processes; how: "default" or "deterministic" for a GPU,
+    "threads-N" for so many threads of a CPU, or "step".
     """
     # Another process first: only one at a time can use a TPU.
     command = [sys.executable, __file__, "--run", "repeat_step", how, "20"]

@@ -339,12 +339,10 @@ def first_prefix(table, kind):
 # ---- reading compiled text (HLO)
 
 def traffic(text, mesh, slices=1):
-    """Count what one run of a compiled program sends, reads and writes. Returns {"collectives":
-    {(kind, axes): [count, bytes a device sends]} from the most bytes to the least, "sent_bytes",
-    "memory_traffic_bytes", "host_bytes" (to or from the host's memory)}.
+    """Count what a compiled program sends, reads and writes, without branches of conditionals.
 
-    axes: the mesh axes along which a group extends, joined by "+", and CROSS_SLICE if it spans
-    slices. The branches of conditionals are not counted.
+    "collectives": {(kind, axes joined by "+", and CROSS_SLICE if slices are crossed): [count, bytes
+    that a device sends]}, most bytes first. "host_bytes": to or from the host's memory.
     """
     collectives = {}
     written = 0

@@ -117,8 +117,8 @@ def test_states(tmp_path, rows, state, reason):
     assert run["reason"].endswith(reason) and bool(run["reason"]) == bool(reason)
 
 
-def test_a_loss_on_other_validation_data_does_not_count(tmp_path):
-    """The best loss begins again with the launch that has other validation data.
+def test_losses_and_rows_that_do_not_count(tmp_path, capsys):
+    """Losses on other validation data or not finite, rows of a person, half a line.
 
     Break: tests/compare.py: row.get("validation") != start.get("validation") => False
     """
@@ -126,13 +126,6 @@ def test_a_loss_on_other_validation_data_does_not_count(tmp_path):
     rows = [eval_row(1, 1.0), launch | {"validation": {"": ["other", 4]}}, eval_row(2, 3.0)]
     run, = compare.compare([write_run(tmp_path / "a", rows)], png_path="")
     assert (run["best"], run["best_step"]) == (3.0, 2)
-
-
-def test_losses_that_are_not_finite_and_rows_that_do_not_count(tmp_path, capsys):
-    """They are never the best; neither counts a row of a person or half a line.
-
-    Break: tests/compare.py: if row[by] is not None] => if row["step"] > 0]
-    """
     nan = float("nan")
     good = write_run(tmp_path / "good", [eval_row(1, nan), eval_row(2, 3.0), eval_row(3, 2.0),
                                          log_row(4, nan), eval_row(4, nan)])

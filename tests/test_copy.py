@@ -89,13 +89,12 @@ def test_copied_alone(name, tmp_path):
 
 # ---- the project's files, from a folder that has files of their names
 
-SMALL_RUN = ("--steps 1 --d_model 32 --n_layers 1 --n_heads 2 --batch_size 4 --seq_len 16 "
-             "--eval_batches 1 --sample_tokens 0 --data a.txt --cache_dir=").split()
+@pytest.mark.slow
+def test_beside_files_of_our_names(tmp_path):
+    """A copied recipe prints its help, and train.py as a module trains with a copied hook.
 
-
-@pytest.fixture
-def other_project(tmp_path):
-    """A folder with files that have the names of ours, a text, and copies of two recipes."""
+    Break: train.py: sys.path.insert(0, os.path.dirname( => sys.path.append(os.path.dirname(
+    """
     for name in ("config", "model", "step", "ckpt"):
         (tmp_path / f"{name}.py").write_text(f"NAME = {name!r}\n")
     (tmp_path / "data").mkdir()
@@ -103,35 +102,16 @@ def other_project(tmp_path):
     (tmp_path / "a.txt").write_text("to be, or not to be " * 99)
     for recipe in ("dpo", "prune"):
         shutil.copy(ROOT / f"tests/recipes/{recipe}.py", tmp_path)
-    return tmp_path
-
-
-def run_there(folder, *args):
-    """Run python with these arguments in a folder, with the project on PYTHONPATH."""
     flags = re.sub(r"--xla_force_host\S+", "", os.environ["XLA_FLAGS"])
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
-    return subprocess.run([sys.executable, *args], cwd=folder, env=env, capture_output=True,
-                          text=True)
-
-
-def test_a_recipe_copied_beside_files_of_our_names(other_project):
-    """dpo.py prints its help, which is read from the source of config.py and of the recipe.
-
-    Break: train.py: sys.path.insert(0, os.path.dirname( => sys.path.append(os.path.dirname(
-    """
-    run = run_there(other_project, "dpo.py", "--help", "all")
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert "--beta " in run.stdout and "passes over the training data" in run.stdout
-
-
-@pytest.mark.slow
-def test_a_hook_runs_beside_files_of_our_names(other_project):
-    """train.py as a module, with the hook of prune.py, trains in such a folder.
-
-    Break: tests/recipes/prune.py: from train import model => import model
-    """
-    run = run_there(other_project, "-m", "train", *SMALL_RUN, "--hooks", "prune.py:prune")
-    assert run.returncode == 0 and "all 1 steps are done" in run.stdout, run.stderr[-2000:]
+    for command, words in (
+            ("dpo.py --help all", "passes over the training data"),
+            ("-m train --steps 1 --d_model 32 --n_layers 1 --n_heads 2 --batch_size 4 --seq_len 16 "
+             "--eval_batches 1 --sample_tokens 0 --data a.txt --cache_dir= --hooks prune.py:prune",
+             "all 1 steps are done")):
+        run = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, env=env,
+                             capture_output=True, text=True)
+        assert run.returncode == 0 and words in run.stdout, run.stderr[-2000:]
 
 
 def test_isolated(tmp_path):

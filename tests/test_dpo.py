@@ -182,7 +182,7 @@ def test_rows_of_messages(tmp_path):
         dpo.read_pairs((str(path),), dpo.DpoConfig(tokenizer=tokenizer["name"]))
 
 
-@pytest.mark.parametrize("line, error", [
+@pytest.mark.parametrize("line, error", [  # a second line, or flags
     ('{"prompt": "a", "chosen": "b"}', "rejected is None; must be a text or a list"),
     ('{"chosen": "a", "rejected": "b"}', "prompt is missing beside answers of text"),
     ('{"prompt": "a", "chosen": "b", "rejected": ""}', "rejected is ''"),
@@ -190,26 +190,6 @@ def test_rows_of_messages(tmp_path):
      "rejected: messages need a chat template"),
     ('{"system": "x", "prompt": "a", "chosen": "b", "rejected": "c"}', "the column system"),
     ('["a", "b", "c"]', "prompt is None; must be a text"),
-])
-def test_a_malformed_pair_is_rejected(line, error, tiny, tmp_path, capsys):
-    """The error names file, line and rule; the exit code is 2, and nothing is written.
-
-    Break: tests/recipes/dpo.py: if not isinstance(value, str | list) or not value: =>
-    if not isinstance(value, str | list):
-    """
-    path = tmp_path / "pairs.jsonl"
-    write_pairs(path, [("a", "b", "c")])
-    path.write_text(path.read_text() + "\n" + line + "\n")
-    out = tmp_path / "out"
-    code = train.cli(["--data", str(path), "--init_from", "base", "--out_dir", str(out),
-                      "--cache_dir", tiny().cache_dir], task=dpo.TASK, kind=dpo.DpoConfig)
-    printed = capsys.readouterr().err
-    assert code == 2
-    assert f"error: {path} line 3: " in printed and error in printed
-    assert not ckpt.steps(out / "ckpt") and not (out / "config.json").exists()
-
-
-@pytest.mark.parametrize("flags, error", [
     ("--data {pairs}", "init_from: is missing; name the --out_dir of a trained run"),
     ("--data {pairs} --init_from {tmp}/nowhere", "nowhere: holds no checkpoint and no weights"),
     ("--init_from base", "data '': no pair to train on; name a .jsonl"),
@@ -218,18 +198,24 @@ def test_a_malformed_pair_is_rejected(line, error, tiny, tmp_path, capsys):
     ("--data {pairs} --init_from base --beta 0", "beta 0.0: must be above 0"),
     ("--data {pairs} --init_from base --val_data {pairs}", "is in two sets, of data and val_data"),
 ])
-def test_a_bad_flag_is_rejected(flags, error, tiny, tmp_path, capsys):
-    """The exit code is 2, before anything is compiled.
+def test_a_malformed_pair_or_flag_is_rejected(line, error, tiny, tmp_path, capsys):
+    """The error names file, line and rule; the exit code is 2, before anything is compiled.
 
-    Break: tests/recipes/dpo.py: if not train_pairs: => if False:
+    Break: tests/recipes/dpo.py: if not isinstance(value, str | list) or not value: =>
+    if not isinstance(value, str | list):
     """
-    pairs = write_pairs(tmp_path / "pairs.jsonl", [("a", "b", "c"), ("d", "e", "f")])
-    out = tmp_path / "out"
-    code = train.cli([*flags.format(pairs=pairs, tmp=tmp_path).split(), "--out_dir", str(out),
-                      "--cache_dir", tiny().cache_dir], task=dpo.TASK, kind=dpo.DpoConfig)
-    assert code == 2
-    assert error in capsys.readouterr().err
-    assert not ckpt.steps(out / "ckpt")
+    path, out = tmp_path / "pairs.jsonl", tmp_path / "out"
+    pairs = write_pairs(path, [("a", "b", "c"), ("d", "e", "f")])
+    flags = line.format(pairs=pairs, tmp=tmp_path) if line.startswith("--") else ""
+    if not flags:
+        path.write_text(path.read_text() + "\n" + line + "\n")
+        flags = f"--data {path} --init_from base"
+    code = train.cli([*flags.split(), "--out_dir", str(out), "--cache_dir", tiny().cache_dir],
+                     task=dpo.TASK, kind=dpo.DpoConfig)
+    printed = capsys.readouterr().err
+    assert code == 2 and error in printed
+    assert line.startswith("--") or f"error: {path} line 4: " in printed
+    assert not ckpt.steps(out / "ckpt") and not (out / "config.json").exists()
 
 
 @pytest.mark.slow

@@ -654,16 +654,15 @@ def test_an_lm_head_that_differs_from_tied_embeddings_is_refused(tmp_path):
     assert (np.asarray(read_source(folder, cfg, "embed")["embed"]) == embed).all()
 
 
-@pytest.mark.parametrize("mode", ["train", "data"])
-def test_a_file_in_init_from_is_refused(mode, tiny, tmp_path):
-    """--init_from with a weight file, in each mode.
+def test_a_file_in_init_from_is_refused(tiny, tmp_path):
+    """--init_from with a weight file, also where it is not read.
 
     Break: ckpt.py: with _explain(f"{path}: cannot be read"): => with contextlib.suppress(OSError):
     """
     path = f"{tmp_path}/model.safetensors"
     write(path, {"w": np.ones(3)}, {"w": ({(): "w"}, False)})
     with pytest.raises(ValueError, match=f"{path}/config.json: cannot be read: .*Not a directory"):
-        train.main(tiny(mode=mode, init_from=(f"{path} load=embed",)))
+        train.main(tiny(mode="data", init_from=(f"{path} load=embed",)))
 
 
 # ---- weights without a run

@@ -98,10 +98,6 @@ def test_the_kubernetes_job_is_a_command_line_of_every_process():
 
 # ---- the user's environment
 
-TINY_RUN = ["--steps", "1", "--d_model", "32", "--n_layers", "1", "--n_heads", "2", "--batch_size",
-            "4", "--seq_len", "16", "--eval_batches", "1"]
-
-
 def test_a_locale_without_utf_8(tmp_path, cache_dir):
     """In the locale C, files, a prompt and a hook that are not ASCII work and print escapes.
 
@@ -112,9 +108,10 @@ def test_a_locale_without_utf_8(tmp_path, cache_dir):
     settings = {"data": ["é.txt"], "prompt": "é", "hooks": ["hé.py:h"], "cache_dir": cache_dir}
     (tmp_path / "c.json").write_text(json.dumps(settings), encoding="utf-8")
     env = os.environ | ONE | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    flags = ["--sample_tokens", "9", "--data", "é.txt", "--hooks", "hé.py:h"]
-    run = subprocess.run([sys.executable, str(ROOT / "train.py"), "--config", "c.json", *TINY_RUN,
-                          *flags], cwd=tmp_path, env=env, capture_output=True, text=True)
+    flags = ("--config c.json --steps 1 --d_model 32 --n_layers 1 --n_heads 2 --batch_size 4 "
+             "--seq_len 16 --eval_batches 1 --sample_tokens 9 --data é.txt --hooks hé.py:h")
+    run = subprocess.run([sys.executable, str(ROOT / "train.py"), *flags.split()], cwd=tmp_path,
+                         env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "- sample --------\n\\xe9" in run.stdout and "end \\xe9\n" in run.stdout
     assert "Unicode" not in run.stdout + run.stderr

@@ -646,21 +646,18 @@ def test_logits_of_the_loss_are_rounded_on_gpus(platform, dtype, narrow):
     assert {x.dtype for x in traced.out_avals} == {jnp.dtype("float32")}
 
 
-def test_layers_are_unrolled_by_platform():
+@pytest.mark.parametrize("platform, n_layers, n_unrolled", [
+    ("gpu", 64, 64), ("gpu", 65, 1), ("cpu", 12, 12), ("tpu", 13, 1)])
+def test_layers_are_unrolled_by_platform(platform, n_layers, n_unrolled):
     """Up to 64 layers on a GPU and up to 12 elsewhere are unrolled; more run in a loop.
 
     Break: model.py: UNROLLED_LAYERS = {"gpu": 64 => UNROLLED_LAYERS = {"gpu": 12
     """
-    def n_unrolled(platform, n_layers):
-        cfg = dataclasses.replace(BASE, n_layers=n_layers)
-        with on_platform(platform):
-            traced = jax.make_jaxpr(lambda x, w: model._scan_layers(
-                lambda x, w: (x + w, None), x, w, cfg))(jnp.ones(()), jnp.ones(n_layers))
-        return traced.eqns[0].params["unroll"]
-
-    assert [n_unrolled("gpu", n) for n in (12, 13, 64, 65)] == [12, 13, 64, 1]
-    for platform in ("cpu", "tpu"):
-        assert [n_unrolled(platform, n) for n in (12, 13)] == [12, 1]
+    cfg = dataclasses.replace(BASE, n_layers=n_layers)
+    with on_platform(platform):
+        traced = jax.make_jaxpr(lambda x, w: model._scan_layers(
+            lambda x, w: (x + w, None), x, w, cfg))(jnp.ones(()), jnp.ones(n_layers))
+    assert traced.eqns[0].params["unroll"] == n_unrolled
 
 
 @pytest.mark.parametrize("product, dtype, batch, M, D, F", [

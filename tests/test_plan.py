@@ -20,10 +20,9 @@ import step
 import train
 from test_step import SMALL, language_model, lm_batch, lowered
 
-CUDA = importlib.util.find_spec("jax_cuda12_plugin")
 needs_cuda = pytest.mark.skipif(
-    not CUDA, reason="the compiler for NVIDIA's GPUs is not installed: pip install 'jax[cuda12]'")
-SPARSE = dataclasses.replace(SMALL, n_experts=8, capacity_factor=1.0)
+    not importlib.util.find_spec("jax_cuda12_plugin"),
+    reason="the compiler for NVIDIA's GPUs is not installed: pip install 'jax[cuda12]'")
 
 
 def seen(cfg):
@@ -230,7 +229,8 @@ def test_experts_move_by_all_to_all_alone():
     Break: model.py: _shard(_shard(x_BPECD, *by_row), *by_expert) =>
     _shard(x_BPECD, *by_expert)
     """
-    cfg = dataclasses.replace(SPARSE, dp=2, fsdp=1, ep=2, sp=2)
+    cfg = dataclasses.replace(
+        SMALL, n_experts=8, capacity_factor=1.0, dp=2, fsdp=1, ep=2, sp=2)
     slots = cfg.batch_size * cfg.seq_len * cfg.experts_per_token / 8
     moved = 4 * slots * cfg.d_model * (cfg.ep - 1) / cfg.ep
     assert seen(cfg)["all-to-all", "ep"] == [4 * cfg.n_layers, 4 * cfg.n_layers * moved]
@@ -285,6 +285,8 @@ def test_a_plan_says_what_a_step_sends_and_how_long_it_takes(tiny, monkeypatch, 
     assert "at full rates: compute " in printed
     assert (f"a step: about {cost['step_s']:.4g} s, {rate:,.0f} tokens/s, MFU {cost['mfu']:.1%}"
             in printed)
+    with pytest.raises(ValueError, match="mode eval: only training can be planned"):
+        planned(tiny, mode="eval", plan_for="v5p:2x2x1")
 
 
 def test_a_roofline_by_hand():
@@ -302,16 +304,6 @@ def test_a_roofline_by_hand():
     assert got["step_s"] == pytest.approx(1 / 0.9 + (2 + 3 + 4 + 5) / 2)
     assert got["mfu"] == pytest.approx(0.75 / got["step_s"])
     assert plan.roofline(cost, "cpu") == {}
-
-
-def test_only_training_is_planned(tiny):
-    """Other modes are refused.
-
-    Break: tests/plan.py: if cfg.mode not in ("train", "plan"): => if not cfg.mode:
-    """
-    for mode in ("eval", "sample", "data"):
-        with pytest.raises(ValueError, match=f"mode {mode}: only training can be planned"):
-            planned(tiny, mode=mode, plan_for="v5p:2x2x1")
 
 
 @pytest.mark.parametrize("plan_for, message", [
