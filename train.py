@@ -2013,6 +2013,8 @@ def write_rows(cfg, given):
     that the command line can resume the run. given: see `main`.
     """
     splits = given if isinstance(given, dict) else {"train": given}
+    if "train" not in splits:
+        raise ValueError(f"data: has {[*splits]}; must be rows, or a dict of rows by split")
     fields = {"data": "train"}
     val_splits = [name for name in data.VAL_SPLITS if name in splits]
     if val_splits:

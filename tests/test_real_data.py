@@ -1174,7 +1174,7 @@ def test_rows_from_python(tiny, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fields, given, words", [
     ({}, [{"text": "a"}, {"text": {1}}], "train row 2: not a dict that JSON can hold"),
-    ({}, {"text": ["a"]}, "data: has 'text'; must be rows, or a dict of rows by split"),
+    ({}, {"text": ["a"]}, r"data: has \['text'\]; must be rows, or a dict of rows by split"),
     ({}, "rows.jsonl", "data: train row 1: not a dict that JSON can hold: 'str' object"),
     (dict(val_data=("a.txt",)), {"train": [{"text": "a"}], "val": [{"text": "a"}]},
      "together with val_data of the config")])
