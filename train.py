@@ -311,7 +311,7 @@ def run_training(setup, progress, observers, check_lock, state, params):
     # Continue the timers, the metrics and the events of earlier launches.
     restore_progress(progress, first_step, meta, validation)
     # Optional: best checkpoint.
-    restore_best(setup, first_step, progress["last_metrics"])
+    restore_best(setup, first_step, progress["last_metrics"], validation)
 
     # Log what runs, and on what, and what has changed since the checkpoint.
     description = describe_run(setup, programs, start)
@@ -2035,18 +2035,25 @@ def write_rows(cfg, given):
 # ---- best checkpoint
 
 
-def restore_best(setup, step, last_metrics):
-    """Delete the best checkpoint if it is of a later step, which the run will repeat. Without one,
-    the best value begins again.
+def restore_best(setup, step, last_metrics, validation):
+    """Put the best value and its step into last_metrics: with keep_best those of the best
+    checkpoint, if it is of this metric and this validation data. One of a later step, which the run
+    will repeat, is deleted.
     """
-    if not setup["cfg"].keep_best:
-        return
-    root = ckpt.roots(setup["root"])["best"]
-    if is_main():
-        ckpt.delete_after(root, step, print0)
-    if ckpt.broadcast_from_main(lambda: ckpt.latest(root)) is None:
-        name = config.parse_best(setup["cfg"].keep_best)["name"]
-        last_metrics.pop(f"best_{name}", None)
+    cfg = setup["cfg"]
+    kept = dict(last_metrics)
+    if cfg.keep_best:
+        root = ckpt.roots(setup["root"])["best"]
+        if is_main():
+            ckpt.delete_after(root, step, print0)
+        _, meta = ckpt.newest_meta(root)
+        saved = meta.get("progress", {})
+        kept = saved["last_metrics"] if saved.get("validation") == validation else {}
+    for name in [name for name in last_metrics if name.startswith("best_")]:
+        del last_metrics[name]
+    best = f"best_{config.parse_best(cfg.keep_best or 'val_loss')['name']}"
+    if best in kept:
+        last_metrics |= {best: kept[best], "best_val_step": kept["best_val_step"]}
 
 
 # ---- branches of a run

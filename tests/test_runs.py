@@ -192,6 +192,8 @@ def test_the_best_checkpoint(tiny, capsys):
     ckpt.delete_after(str(root), 3)
     train.main(tiny(**kept, steps=6), hooks=[made_up([0, 0, 0, 0.25, 0.1, 0.2])])
     assert ckpt.steps(root / "best") == [4]
+    summary = train.main(tiny(**kept | {"keep_best": "val_loss"}, steps=7))
+    assert (summary["best_val_step"], "best_val_acc" in summary) == (7, False)
 
 
 # ---- branches
