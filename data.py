@@ -865,11 +865,20 @@ def _token_cache_folder(cfg):
     return cfg.token_cache or os.path.join(home, "data")
 
 
+# Sections of this file that decide which tokens come from a file and a tokenizer. An edit of them
+# changes the names in the token cache; one of the whole file would tokenize large data again.
+READER_SECTIONS = ("text files to tokens", "the tokenizer", "rows of token ids",
+                   "prompts and chats", "file formats", "tokenizers")
+
+
 def _cache_key(paths, tokenizer, columns):
     """Name of the tokens of these files: a hash of their content, the columns, the tokenizer, and
-    this file, since an edit of it may change the tokens.
+    the source of READER_SECTIONS.
     """
-    content = [Path(__file__).read_text(encoding="utf-8")]
+    source = Path(__file__).read_text(encoding="utf-8")
+    parts = re.split(r"(?m)^# ---- (.+)$", source)  # each banner, then its text
+    sections = dict(zip(parts[1::2], parts[2::2]))
+    content = [sections.get(banner) for banner in READER_SECTIONS]
     for file in chain.from_iterable(map(_files_of, paths)):
         identity = [file.suffixes[-2:], *content_id(file)]
         # The time of the last change stands for the content beyond the first MiB. It is the one
