@@ -969,7 +969,7 @@ def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
             ({}, dict(state={}), "holds a run at step 8, which this launch"),
             ({}, dict(params={}), "holds a run at step 8, which this launch"),
             (dict(lr=1e-2), {}, r"lr was 0.002, is 0.01 \(on purpose: --allow_change lr\)"),
-            (dict(seed=5, d_model=64), {}, "seed was 0, is 5(.|\n)*d_model was 32, is 64"),
+            (dict(seed=5, d_model=64), {}, "d_model was 32, is 64(.|\n)*seed was 0, is 5"),
             (dict(n_experts=2, sp=2), {}, "sp was 1, is 2"),  # experts would drop other tokens
             (dict(resume="must", out_dir=str(out / "new")), {}, "resume must: .* no checkpoint")):
         refused(words, tiny(**change), **given)
