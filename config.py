@@ -543,7 +543,7 @@ def derive_out_dir(cfg):
 
 def _has_config_of_run(cfg):
     """Whether cfg.config is the config.json of the run in cfg.out_dir."""
-    return _is_same_path(cfg.config, Path(cfg.out_dir, "config.json"))
+    return bool(cfg.config) and _is_same_path(cfg.config, Path(cfg.out_dir, "config.json"))
 
 
 def _defining_changes(cfg):
