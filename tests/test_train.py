@@ -1620,7 +1620,7 @@ def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypa
         assert ckpt.steps(root) == [4, 8]
         with pytest.raises(ValueError, match="another run is writing to it, .*7 on b"):
             train.main(make(ckpt_dir=root, out_dir=str(tmp_path / "another")))
-    refused(r"out_dir 's3://a/b': must be a folder on this machine", tiny(out_dir="s3://a/b"))
+    refused(r"out_dir 's3://a/b': must be on this machine", tiny(out_dir="s3://a/b"))
 
 
 @pytest.mark.slow
