@@ -748,8 +748,11 @@ def _is_empty(value):
 
 def _find_form(row):
     """The one form of `FORMS` that a row has. Raises ValueError for none or several."""
-    found = [form for form, names in FORMS.items()
-             if all(isinstance(row.get(name), (str, list)) for name in names)]
+    found = []
+    for form, names in FORMS.items():
+        types = str if form in ("text", "instruction, output") else (str, list)
+        if all(isinstance(row.get(name), types) for name in names):
+            found.append(form)
     if len(found) != 1:
         fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
         raise ValueError(f"must have one of {'; '.join(FORMS)}, and has {fields or 'no fields'}; "
@@ -2101,7 +2104,8 @@ def _parse_json(text, where):
     try:  # plain: a context manager for each line would take a tenth of the time of reading
         return json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"{where}: corrupted, or not JSON: {e}") from None
+        raise ValueError(f"{where}: corrupted, or not JSON with a row a line or one array: "
+                         f"{e}") from None
 
 
 def _table_rows(path, columns):

@@ -276,13 +276,13 @@ FILES = {
     "ndjson": ("a.ndjson", LINES, (), BOTH),
     "lines of JSON without a suffix": ("a", "\n" + LINES, (), BOTH),
     "one line is not JSON": ("a.txt", LINES + "{x\n", (), "line 3: corrupted, or not JSON"),
-    "the first line is not JSON": ("a", "\n{x\n" + LINES, (), "or not JSON: Expecting property "
+    "the first line is not JSON": ("a", "\n{x\n" + LINES, (), "or one array: Expecting property "
                                    "name enclosed in double quotes: line 2 column 2"),
     "an array without a suffix": ("a", json.dumps(TEXTS).replace(", {", ",\n{"), (), BOTH),
     "a line is a number": ("a.txt", '{"text": "a"}\n7\n', (), ['{"text": "a"}\n7\n']),
     "pretty": ("a.json", json.dumps(TEXTS[1], indent=2), (), BOTH[1:]),
     "an array": ("a.json", json.dumps(TEXTS, indent=4), (), BOTH),
-    "cut JSON": ("a.json", '{"text":\n "one', (), "corrupted, or not JSON: Unterminated"),
+    "cut JSON": ("a.json", '{"text":\n "one', (), "or one array: Unterminated"),
     "csv": ("a.csv", "id,text\n1,one two\n", (), "or .parquet; convert it by pandas"),
     "members of gzip": ("a.jsonl.gz", b"".join(
         gzip.compress(line.encode()) for line in LINES.splitlines(True)), (), BOTH),
