@@ -155,7 +155,7 @@ def test_a_root_may_be_a_relative_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     assert ckpt.join_path("s3://a/b/?endpoint=x", "c") == "s3://a/b/c?endpoint=x"
     assert ckpt.join_path("why?/", "c") == "why?/c"
-    for root in ("run", "../run", tmp_path / "here" / ".." / "other", "why?"):
+    for root in ("run", "../new/run", tmp_path / "here" / ".." / "other", "why?"):
         save(root, 1)
         assert ckpt.restore(root, 1, {"a": np.zeros(3)})["a"].min() == 1
 
