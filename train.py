@@ -1719,8 +1719,8 @@ def jsonl(cfg):
             return
         try:
             file.write(ckpt.json_line({"event": event} | row) + "\n")
-        except OSError as e:  # the file keeps the text, and writes it with the next row
-            print0(f"{file.name}: {e}; make room: rows are kept until then")
+        except OSError as e:  # the buffer keeps 8 KiB of text, and writes it with a later row
+            print0(f"{file.name}: {e}; make room: only a few rows are kept until then")
 
     return observe
 
