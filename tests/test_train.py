@@ -1454,7 +1454,7 @@ def test_due_events_by_steps_epochs_windows_and_seconds():
 
 
 def test_rows_that_do_not_fit_on_the_disk_are_written_later(tiny, capsys):
-    """While the file cannot grow, a few rows are kept in memory; they are written as soon as it can.
+    """While the file cannot grow, rows are kept in memory, and written as soon as it can.
 
     Break: train.py: print0(f"{file.name}: {e}; make room: only => raise e; print0(f"{e}: only
     """
