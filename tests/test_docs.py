@@ -439,7 +439,7 @@ def test_names_exist():
 def test_lists_are_those_of_the_code():
     """COMMANDS.md lists each preset, and no two commands share a folder.
 
-    Break: tests/COMMANDS.md: `qwen3-30b-a3b`, => `qwen3-30b`,
+    Break: tests/COMMANDS.md: `mixtral-8x7b`, => `mixtral-8x22b`,
     """
     row, = re.findall(r"^\| use a preset: (.*?) \|", read("tests/COMMANDS.md"), re.M)
     presets = [*config.PRESETS]
