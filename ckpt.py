@@ -469,7 +469,7 @@ def _new_array(shape, dtype):
 # ---- values from process 0
 
 def gather(value):
-    """The values of all processes; each is one that JSON keeps."""
+    """The list of `value` of all processes, process 0 first. JSON must be able to keep it."""
     text = json.dumps(value).encode()
     size = multihost_utils.process_allgather(np.array(len(text))).max()
     texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(size), np.uint8))
@@ -874,8 +874,7 @@ def find_checkpoint(root, which, field="checkpoint"):
             if which == str(step) or which == kind == "best":
                 return found_root, step, broadcast_from_main(partial(read_meta, found_root, step))
     found = {kind: steps for kind, steps in saved.items() if steps}
-    raise ValueError(f"{field} {which}: must be latest, best, or one of the steps that {root} has: "
-                     f"{found or 'none'}")
+    raise ValueError(f"{field} {which}: {root} has no such checkpoint; it has: {found or 'none'}")
 
 
 @contextlib.contextmanager

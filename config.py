@@ -401,7 +401,8 @@ def _check_unknown(words, kind):
     flags = [word for word in words if re.match(r"--?[A-Za-z]|\w+=", word)]  # also lr=3, without --
     raise_if_errors([f"{word} ({_suggest_flag(word, kind)})" for word in flags], "unknown flag")
     if words:
-        raise ValueError(f"{' '.join(words)}: no flag takes this; see --no_qk_norm, --config FILE")
+        raise ValueError(f"{' '.join(words)}: is neither a flag nor the value of one; write a "
+                         "switch as --no_qk_norm, a config file as --config FILE")
 
 
 def _suggest_flag(word, kind):
@@ -413,8 +414,10 @@ def _suggest_flag(word, kind):
         return f"write --{name} {value}".rstrip()
     # Optional: names in other trainers.
     hint = _hint_for_name(name.removeprefix("no_"))
+    if hint:
+        return hint
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
-    return hint or (f"nearest: --{close[0]}" if close else "see --help all")
+    return f"nearest: --{close[0]}" if close else "see --help all"
 
 
 # ---- help
@@ -1152,7 +1155,7 @@ def derive_text(cfg):
 # A run may resume with any of these changed: some fields, and the groups mesh, intervals and
 # sampling of Config but for reload_every, which changes the parameters. Every other field must be
 # named in allow_change.
-FIELDS = [field.name for field in dataclasses.fields(Config)]
+FIELDS = tuple(field.name for field in dataclasses.fields(Config))
 RESUMABLE_FIELDS = {
     *LAUNCH_FIELDS, "out_dir", "ckpt_dir", "export", "export_dtype", "cache_dir", "token_cache",
     "steps", "epochs", "grad_accum_steps", "width_mult", "attention", "remat", "logit_tiles",

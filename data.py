@@ -130,7 +130,8 @@ def read_sequences(dataset, examples):
 def _stream_batch(shards, starts, n_repeated, seq_format):
     """Build a batch of seq_len successive tokens a row.
 
-    Of each row: its shard, its first token there, and how many labels it repeats.
+    shards, starts, n_repeated: for each row its shard, the position of its first token in the
+    shard, and the number of labels that the row before has too.
     """
     T = seq_format["seq_len"]
 
@@ -2087,9 +2088,9 @@ def _json_rows(path):
     """Yield the rows of a JSON file: one a line; or, if its first line is not an object, the one
     value in the file, or its items if it is an array.
     """
-    is_by_line = all(map(JSON_OBJECT.fullmatch, _first_lines(path)[:1]))
+    first_lines = _first_lines(path)
     with _open_utf8(path) as file:
-        if is_by_line:
+        if not first_lines or JSON_OBJECT.fullmatch(first_lines[0]):
             for i, line in enumerate(file, 1):
                 if line.strip():
                     where = f"{path} line {i}"

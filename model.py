@@ -335,8 +335,7 @@ def _attention_mask(query_pos, n_keys, window):
 def _rotate(x, attn_inputs, cfg):
     """Rotate the two halves of each head of x [B, heads, T, H] (Hugging Face's order) in float32.
 
-    The flip of the halves and the signed sin make the 2x2 rotation. A flip, not a concatenation:
-    XLA vectorizes it.
+    The flip of the halves and the signed sin make the 2x2 rotation.
     """
     halves = _written(x, cfg).astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
     rotated = halves * attn_inputs["cos"] + halves[..., ::-1, :] * attn_inputs["sin"]

@@ -321,9 +321,9 @@ def state_shardings(state, table, mesh, moment_memory=None):
 # ---- supporting
 #
 # Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
-# parts of the state, parts of a step, shapes and slices, compilation (which makes the
-# programs of a run from the functions above), devices, memory, digest of the state, peak figures of
-# devices, description of the machine.
+# parts of the state, parts of a step, shapes and slices, compilation (which makes the programs of a
+# run from the functions above), devices, memory, digest of the state, peak figures of devices,
+# description of the machine.
 
 
 # ---- schedules

@@ -1087,8 +1087,8 @@ def eval_batches(setup, val_data):
 
 
 def describe_validation(setup, val_data):
-    """What an evaluation is made of: {name of a set: [fingerprint, number of examples]}; {} for
-    data that changes from step to step.
+    """The data of an evaluation, {name of a set: [fingerprint, number of examples]}; {} for data
+    that changes from step to step.
     """
     if "source_at" in val_data.get("", {}):
         return {}
@@ -1850,7 +1850,7 @@ def print_summary(row):
     total = sum(seconds.values())
     print0("".join(f"{bucket:>8}" for bucket in seconds) + "  total")
     print0("".join(f"{s / total:8.1%}" for s in seconds.values()) + f"  {total:,.0f} s")
-    # Of which step a loss is, where it is of an earlier one.
+    # Print the step of a loss only if it is an earlier one.
     older = {name: value for name, value in row.items()
              if not name.endswith("_step") or value != row["step"]}
     print0(format_metrics(older, ["step", "loss", "loss_step", "val_loss", "val_bits_per_byte",
@@ -2309,8 +2309,8 @@ def load_run(cfg, task=TEXT, hooks=()):
 
 def find_saved(setup):
     """Find the parameters that a mode without a loop uses: those of the checkpoint of cfg.out_dir
-    that cfg.checkpoint names, or those of cfg.init_from. The keys of choose_start that load_start
-    reads: where the checkpoint is, and from which sources the parameters come that it lacks.
+    that cfg.checkpoint names, or those of cfg.init_from. Return the keys of choose_start that
+    load_start reads.
     """
     cfg, root, step = setup["cfg"], setup["root"], None
     if cfg.checkpoint == "latest":

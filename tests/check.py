@@ -75,7 +75,7 @@ REFERENCE = "numbers/reference"  # the other items of numbers need its results
 # ---- the items
 
 def list_items(machine):
-    """Items {"name": PART/..., "call": (function, arguments ...), "env"}, most telling first."""
+    """Items {"name": PART/..., "call": (function, arguments ...), "env"}, the decisive first."""
     on_cpu = machine["platform"] == "cpu"
     n_devices = machine["n_devices"]
     items = []

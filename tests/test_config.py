@@ -137,7 +137,7 @@ def test_config_files(tmp_path):
      "  --n_layer (nearest: --n_layers)"),
     ("lr=3 -steps 4 --LR 5", "unknown flag: lr=3 (write --lr 3)\n  -steps (write --steps)\n"
      "  --LR (write --lr)"),
-    ("config/train.py --lr -5", "config/train.py: no flag takes this; see --no_qk_norm"),
+    ("config/train.py --lr -5", "config/train.py: is neither a flag nor the value of one; write"),
     ("--steps 2h30", "--steps: '2h30' is not a number; write 300"),
     ("--sizes 3 2h30", "--sizes: '2h30' is not a number; write 300"),
     ("-bias", "unknown flag: -bias (write --bias)"),
