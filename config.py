@@ -844,7 +844,8 @@ def parse_best(text):
     name = text.rstrip("<>")
     sign = text[len(name):] or better_sign(name)
     if not name.startswith("val_") or sign not in ("<", ">"):
-        raise ValueError(f"{text!r} must be as val_loss, or val_NAME< or val_NAME>")
+        raise ValueError(f"{text!r} must begin with val_, and end in < or > unless its name says "
+                         "which is better, as in val_loss")
     return {"name": name, "is_better": COMPARE[sign]}
 
 

@@ -2049,11 +2049,15 @@ def restore_best(setup, step, last_metrics, validation):
         _, meta = ckpt.newest_meta(root)
         saved = meta.get("progress", {})
         kept = saved["last_metrics"] if saved.get("validation") == validation else {}
-    for name in [name for name in last_metrics if name.startswith("best_")]:
+    earlier = [name for name in last_metrics if name.startswith("best_")]
+    for name in earlier:
         del last_metrics[name]
-    best = f"best_{config.parse_best(cfg.keep_best or 'val_loss')['name']}"
+    metric = config.parse_best(cfg.keep_best or "val_loss")["name"]
+    best = f"best_{metric}"
     if best in kept:
         last_metrics |= {best: kept[best], "best_val_step": kept["best_val_step"]}
+    elif earlier:
+        print0(f"no checkpoint is kept as the best by {metric}: its best value begins again")
 
 
 # ---- branches of a run

@@ -194,6 +194,7 @@ def test_the_best_checkpoint(tiny, capsys):
     assert ckpt.steps(root / "best") == [4]
     summary = train.main(tiny(**kept | {"keep_best": "val_loss"}, steps=7))
     assert (summary["best_val_step"], "best_val_acc" in summary) == (7, False)
+    assert "best by val_loss: its best value begins again" in capsys.readouterr().out
 
 
 # ---- branches
