@@ -393,6 +393,7 @@ EARLY_FRAC = 0.2  # first fraction of a loss's points, which may lie outside the
 def draw(path, runs, by, direction, train_name):
     """Curves over steps, tokens and time; the figure. direction: 1 if less is better, else -1."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     for run in runs:
         run["curves"] = [curve(run, "log", train_name), curve(run, "eval", by)]
@@ -422,6 +423,7 @@ def draw(path, runs, by, direction, train_name):
         axes.set_xlim(left=0)
         axes.set_ylim(y_range(runs, direction))
         axes.grid(alpha=0.3)
+    panels[1].xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k, since longer numbers collide
     panels[0].set_ylabel(f"{by} and training {train_name}")
     lines = [line for line in reversed(panels[0].lines) if not line.get_label().startswith("_")]
     figure.legend(handles=lines, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
