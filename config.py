@@ -117,7 +117,7 @@ class Config:
 
     # ---- length and batch
 
-    steps: PosInt = 600  # optimizer steps in total, and the horizon of the schedule
+    steps: PosInt = 1000  # optimizer steps in total, and the horizon of the schedule
     epochs: NonNegFloat = 0.0  # passes over the training data; above 0 it determines steps
     # conditions that end the run early: 500 (steps in all), +100 (steps of this launch), 2h30m
     # (since this launch began), val_loss<3 or loss>9 (a loss above its bound exits with code 1)
@@ -129,14 +129,14 @@ class Config:
     # ---- model
 
     d_model: PosInt = 128  # width of the residual stream
-    n_layers: PosInt = 4  # layers, each of attention and MLP
+    n_layers: PosInt = 3  # layers, each of attention and MLP
     d_ff: NonNegInt = 0  # width of the MLP; 0: 8/3 d_model, rounded up to a multiple of 32
     vocab_size: NonNegInt = 0  # number of token ids; 0: the tokenizer's
 
     # A change of the fields from here to experts_per_token may leave all shapes equal, but makes
     # another model: see architecture_mismatch.
 
-    n_heads: PosInt = 4  # query heads
+    n_heads: PosInt = 2  # query heads
     n_kv_heads: NonNegInt = 0  # key and value heads; 0: as many as query heads
     head_dim: NonNegInt = 0  # width of a head; 0: d_model / n_heads
     rope_theta: PosFloat = 10000.0  # base of the rotary frequencies
