@@ -82,7 +82,7 @@ train.setup_run = on_devices_of_the_mesh(train.setup_run)
 @pytest.fixture(autouse=True)
 def use_cache():
     """Return to the cache of the session, after a test of another one."""
-    if jax.config.jax_compilation_cache_dir != CACHE_DIR:
+    if not (jax.config.jax_compilation_cache_dir or "").startswith(CACHE_DIR):
         step.enable_compilation_cache(CACHE_DIR)
 
 

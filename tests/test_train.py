@@ -1274,14 +1274,17 @@ def test_an_export_that_fails_is_reported(tiny, monkeypatch, capsys):
 
 
 def test_the_folder_of_compiled_programs(tmp_path, monkeypatch):
-    """JAX keeps each program in the folder.
+    """JAX keeps each program in a folder for the number of threads it was compiled for.
 
-    Break: step.py: os.path.expanduser(folder) or None => folder
+    Break: step.py: /threads{_count_threads()}" => /threads"
     """
     monkeypatch.setenv("HOME", str(tmp_path))
-    steplib.enable_compilation_cache("~/some/cache")
-    jax.jit(lambda x: x * 2 + 1)(3.0)
-    assert any((tmp_path / "some/cache").iterdir())
+    allowed = os.sched_getaffinity(0)
+    for cpus in {next(iter(allowed))}, allowed:
+        os.sched_setaffinity(0, cpus)
+        steplib.enable_compilation_cache("~/some/cache")
+        jax.jit(lambda x: x * 2 + 1)(3.0)
+        assert any((tmp_path / f"some/cache/threads{len(cpus)}").iterdir())
 
 
 @pytest.mark.slow
