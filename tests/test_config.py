@@ -315,7 +315,7 @@ REJECTED = [
     (dict(dp=3, fsdp=1), "mesh dp=3 fsdp=1 ep=1 tp=1 sp=1: must multiply to 8 devices"),
     (dict(columns=("body=text",)), "columns ('body=text',): must be NAME=COLUMN"),
     (dict(chat="a", prompt="b"), "prompt 'b': only one of prompt, chat and prompts may be set"),
-    (dict(tp=8), "n_heads 4: must be a multiple of tp x sp = 8"),
+    (dict(tp=8), "n_heads 2: must be a multiple of tp x sp = 8"),
     (dict(sp=2, seq_len=127), "seq_len 127: must be a multiple of sp = 2"),
     (dict(batch_size=10, grad_accum_steps=2),
      "batch_size 10: must be a multiple of grad_accum_steps x dp x fsdp x ep = 16"),

@@ -16,7 +16,7 @@ import config
 cfg = config.parse(["--config", "debug", "--steps", "2Ki"])
 assert cfg.steps == 2048 and config.from_json(config.to_json(cfg)) == cfg
 config.validate(cfg, 1, {}, config.text_errors)
-assert config.derive_text(cfg).head_dim == 32
+assert config.derive_text(cfg).head_dim == 64
 """,
     "data": """
 import data, pathlib

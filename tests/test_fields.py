@@ -374,7 +374,7 @@ RUNS = {
     "export_dtype": ("bfloat16", exported_dtype, "", "BF16"),
     "hooks": (("marks.py:mark",), lambda cfg: "mark" in str(ckpt.read_log(cfg.out_dir)[2:]),
               False, True),
-    "cache_dir": ("other", lambda cfg: any(Path(cfg.cache_dir).glob("jit_train_step*"))
+    "cache_dir": ("other", lambda cfg: any(Path(cfg.cache_dir).glob("threads*/jit_train_step*"))
                   and cfg.cache_dir, "programs", "other"),
     "overfit_batch": (True, n_batches, 4, 1),
     "epochs": (0.75, last("end", "step"), 4, 8),

@@ -594,8 +594,8 @@ def test_fields_that_contradict_the_hugging_face_config_are_refused(tiny, tmp_pa
     Break: train.py: if is_set[name] and getattr(cfg, name) != value] => if False]
     """
     source = str(llama_folder)
-    cfg = run_config(tiny, tmp_path, init_from=(source,), n_layers=3, norm_eps=1e-4)
-    words = r"n_layers 3: is 2 in that folder(.|\n)*norm_eps 0.0001: is 1e-05"
+    cfg = run_config(tiny, tmp_path, init_from=(source,), n_layers=4, norm_eps=1e-4)
+    words = r"n_layers 4: is 2 in that folder(.|\n)*norm_eps 0.0001: is 1e-05"
     with pytest.raises(ValueError, match=words):
         train.main(cfg)
     # A flag counts where it has the default of Config, too.

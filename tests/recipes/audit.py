@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a part of a run again from one of its checkpoints, and compare digests and losses.
 
-python tests/recipes/audit.py out/default --first 500 --last 600
+python tests/recipes/audit.py out/default --first 750 --last 1000
 
 The first step must have a checkpoint (`ls out/default/ckpt`), and the last one must be the step of
 a later save. Exit codes: 0 if both are identical; 1 if they differ, with the first step that does;
