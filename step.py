@@ -1189,8 +1189,8 @@ def enable_compilation_cache(folder):
     warns when it cannot.
     """
     compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
-    # XLA divides the loops of a program among the threads that the compiling process may use, which
-    # JAX's key does not have: a program made for one thread is a fifth slower on two.
+    # XLA divides the loops of a program among the threads of the process that compiles it. JAX's
+    # key lacks their number: a program compiled for one thread was a fifth slower on two.
     programs = f"{os.path.expanduser(folder)}/threads{_count_threads()}" if folder else None
     jax.config.update("jax_compilation_cache_dir", programs)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
