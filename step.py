@@ -396,18 +396,21 @@ def _muon(cfg):
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; size, Liu et al. 2025,
     arXiv:2502.16982, equation 4; rows and columns, Zhang et al. 2026, arXiv:2602.21545.
     """
+    dtype = jnp.bfloat16 if cfg.dtype in ("bfloat16", "mixed") else jnp.float32
     return optax.chain(
         optax.trace(cfg.b1, nesterov=True, accumulator_dtype=cfg.moment_dtype),
-        optax.stateless_with_tree_map(_orthogonalize),
+        optax.stateless_with_tree_map(lambda u, _: _orthogonalize(u, dtype)),
         optax.stateless_with_tree_map(_balance_rows_and_columns))
 
 
-def _orthogonalize(u, _):
+def _orthogonalize(u, dtype):
     """U V^T of each matrix U S V^T in the last two dims of u, with singular values near 1.
 
     Five Newton-Schulz iterations with Jordan's coefficients bring singular values above a hundredth
-    of the Frobenius norm to between 0.7 and 1.2.
+    of the Frobenius norm to between 0.7 and 1.2. dtype: of the operands of the products.
     """
+    # Not x @ x.mT, which XLA on a CPU multiplies in float32.
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     is_tall = u.shape[-2] > u.shape[-1]
     x = u.mT if is_tall else u
     x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
@@ -415,10 +418,14 @@ def _orthogonalize(u, _):
     for _ in range(5):
         # With the identity in the polynomial, x is read by products alone. On a CPU this takes two
         # thirds of the time of optax's form, which adds a x + (b gram + c gram^2) x.
-        gram = x @ x.mT
-        polynomial = 3.4445 * identity - 4.7750 * gram + 2.0315 * (gram @ gram)
-        x = polynomial @ x
-    return x.mT if is_tall else x
+        x = x.astype(dtype)
+        gram = product("...ik,...jk->...ij", x, x)
+        narrow = gram.astype(dtype)
+        square = product("...ik,...kj->...ij", narrow, narrow)
+        polynomial = 3.4445 * identity - 4.7750 * gram + 2.0315 * square
+        x = product("...ik,...kj->...ij", polynomial.astype(dtype), x)
+    # Without the barrier XLA on a CPU writes the last product transposed, and has no kernel.
+    return jax.lax.optimization_barrier(x).mT if is_tall else x
 
 
 def _balance_rows_and_columns(u, _):

@@ -205,12 +205,14 @@ def np_muon(momentum):
     return size * x / np.sqrt((x**2).mean(0))
 
 
-def test_muon_equals_numpy():
-    """Two steps of each layer are NumPy's to 1e-4; other parameters start as with Adam.
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("mixed", 0.03)])
+def test_muon_equals_numpy(dtype, error):
+    """Two steps of each layer are NumPy's; other parameters start as with Adam.
 
-    Break: step.py: 2.0315 * (gram @ gram) => 2.0315 * (gram * gram)
+    Break: step.py: square = product("...ik,...kj->...ij" => square = product("...ij,...ij->...ij"
     """
-    cfg = dataclasses.replace(BASE, optimizer="muon", weight_decay=0.0, clip_norm=0.0, b1=0.6)
+    cfg = dataclasses.replace(BASE, optimizer="muon", weight_decay=0.0, clip_norm=0.0, b1=0.6,
+                              dtype=dtype)
     rng, b = np.random.default_rng(2), cfg.b1
     grads = [{k: np.float32(rng.normal(size=row["shape"])) for k, row in STACK.items()}
              for _ in range(2)]
@@ -227,7 +229,10 @@ def test_muon_equals_numpy():
         momentum = b * momentum + np.float64(gradient["layers"])
         ahead = b * momentum + gradient["layers"]
         for layer, of_layer in zip(updates["layers"], ahead, strict=True):
-            np.testing.assert_allclose(layer, np_muon(of_layer), atol=1e-4)
+            exact = np_muon(of_layer)
+            np.testing.assert_allclose(layer, exact, atol=error)
+            # The dtype reaches the products.
+            assert (np.abs(layer - exact).max() > 1e-3) == (dtype == "mixed")
 
 
 def test_adafactor_takes_each_matrix_and_vector_of_a_stack_alone():
