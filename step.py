@@ -739,16 +739,13 @@ def compiler_options(cfg, device):
     that follows it, and some of these fusions return wrong numbers (jax 0.10 to 0.12): a batched
     product with a broadcast operand, then a sum. tests/test_step.py has the known cases. LLVM's
     first level of optimization, unless XLA_FLAGS names one: programs compile in 0.85 of the time
-    and run as fast as with the third level, since the products are library calls. Sums and maxima
-    of rows in one loop: XLA's default splits them into windows of 32 numbers, and takes four to ten
-    times as long. Error of the sum of n squares: 1e-5 at n = 2e6.
+    and run as fast as with the third level, since the products are library calls.
 
     NVIDIA GPU with cfg.deterministic: no sums by atomics, whose order changes from run to run, as
     in the gradients of the embedding and of experts.
     """
     if device.platform == "cpu":
-        options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
-                   "xla_disable_hlo_passes": "tree_reduction_rewriter"}
+        options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
         if not XLA_FLAGS_NAME_LEVEL:
             options["xla_backend_optimization_level"] = 1
         return options

@@ -1092,7 +1092,7 @@ def test_a_gpu_is_known_by_its_compute_capability(platform, capability, known, m
 def test_forms_that_xla_miscompiles_are_right_with_our_options():
     """They equal float64 NumPy. Skipped with a notice once all are right without the options too.
 
-    Break: step.py: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT" => "LIBRARY_FUSION_TYPE_DOT"
+    Break: step.py: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"} => "LIBRARY_FUSION_TYPE_DOT"}
     """
     options = step.compiler_options(types.SimpleNamespace(deterministic=False), jax.devices()[0])
     wrong_by_default = {}
@@ -1107,15 +1107,3 @@ def test_forms_that_xla_miscompiles_are_right_with_our_options():
     print(wrong_by_default)
     if not any(wrong_by_default.values()):
         pytest.skip(f"jaxlib {jaxlib.__version__} is right without the option too: it can go")
-
-
-def test_sums_of_rows_are_one_loop_on_cpus():
-    """Without the option they have windows.
-
-    Break: step.py: "tree_reduction_rewriter" => "none"
-    """
-    options = step.compiler_options(types.SimpleNamespace(deterministic=False), jax.devices()[0])
-    for more, has_windows in (({}, False), ({"xla_disable_hlo_passes": ""}, True)):
-        summed = jax.jit(lambda x: x.sum(-1), compiler_options=options | more)
-        program = summed.lower(np.ones((64, 512), np.float32)).compile().as_text()
-        assert ("reduce-window" in program) == has_windows
