@@ -308,7 +308,7 @@ def _attend_dense(q_BNTH, k_BKSH, v_BKSH, mask_BTS, cfg):
     scores_BKGTS = _batched_matmul(q_BKGTH, k_BKSH.mT, cfg)
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -jnp.inf)
     # Softmax. It divides after the product with v: that saves a pass over the scores.
-    max_BKGT1 = jax.lax.stop_gradient(_highest(scores_BKGTS))
+    max_BKGT1 = jax.lax.stop_gradient(_max_by_halves(scores_BKGTS))
     e_BKGTS = jnp.exp(scores_BKGTS - max_BKGT1)
     a_BKGTH = _batched_matmul(e_BKGTS.astype(v_BKSH.dtype), v_BKSH, cfg)
     sum_BKGT1 = e_BKGTS.sum(axis=-1, keepdims=True)
@@ -316,17 +316,6 @@ def _attend_dense(q_BNTH, k_BKSH, v_BKSH, mask_BTS, cfg):
     a_BKGTH = checkpoint_name(a_BKGTH, "attention")
     sum_BKGT1 = checkpoint_name(sum_BKGT1, "attention")
     return (a_BKGTH / sum_BKGT1).reshape(q_BNTH.shape).astype(q_BNTH.dtype)
-
-
-def _highest(x):
-    """x.max(axis=-1, keepdims=True), by halves: XLA on a CPU takes six times as long for a long
-    last dim.
-    """
-    is_cpu = _by_platform({"cpu": True, "other": False})
-    while is_cpu and x.shape[-1] > 32 and x.shape[-1] % 2 == 0:
-        left, right = jnp.split(x, 2, axis=-1)
-        x = jnp.maximum(left, right)
-    return x.max(axis=-1, keepdims=True)
 
 
 def _attention_mask(query_pos, n_keys, window):
@@ -514,6 +503,15 @@ def _in_rows(gain, shape):
         return rows, lambda dy: jnp.tensordot(jnp.ones(shape[:-1]), dy, len(shape) - 1)
 
     return in_rows(gain)
+
+
+def _max_by_halves(x):
+    """x.max(axis=-1, keepdims=True). On a CPU by halves: XLA takes six times as long."""
+    is_cpu = _by_platform({"cpu": True, "other": False})
+    while is_cpu and x.shape[-1] > 32 and x.shape[-1] % 2 == 0:
+        left, right = jnp.split(x, 2, axis=-1)
+        x = jnp.maximum(left, right)
+    return x.max(axis=-1, keepdims=True)
 
 
 # ---- inputs of the layers
@@ -827,6 +825,7 @@ NARROW_LOGITS = {"gpu": True, "other": False}
 def loss_logits(x_BTD, unembed_DV, cfg):
     """_logits for a loss, on a GPU rounded to bfloat16 if that is the dtype."""
     is_narrow = cfg.dtype == "bfloat16" and _by_platform(NARROW_LOGITS)
+    # Of tied embeddings the matrix is a transpose.
     return _logits(x_BTD, _written(unembed_DV, cfg), cfg, f32_out=not is_narrow)
 
 
@@ -1478,7 +1477,7 @@ def _blockwise(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window):
     def add_forward(totals, i, j, scores_BKGts):
         """Rescale the sums so far to the new maximum, and add those of this block."""
         old_max_BKGt1 = _part(totals["max"], i)
-        max_BKGt1 = jnp.maximum(old_max_BKGt1, _highest(scores_BKGts))
+        max_BKGt1 = jnp.maximum(old_max_BKGt1, _max_by_halves(scores_BKGts))
         e_BKGts = jnp.exp(scores_BKGts - max_BKGt1)
         scale_BKGt1 = jnp.exp(old_max_BKGt1 - max_BKGt1)
         e_v_BKGtH = _einsum("BKGts,BKsH->BKGtH", e_BKGts.astype(v_BKntH.dtype), _part(v_BKntH, j))

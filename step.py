@@ -409,19 +409,19 @@ def _orthogonalize(u, dtype):
     Five Newton-Schulz iterations with Jordan's coefficients bring singular values above a hundredth
     of the Frobenius norm to between 0.7 and 1.2. dtype: of the operands of the products.
     """
-    # Not x @ x.mT, which XLA on a CPU multiplies in float32.
+    # An einsum, since XLA on a CPU multiplies x @ x.mT in float32.
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     is_tall = u.shape[-2] > u.shape[-1]
     x = u.mT if is_tall else u
     x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
     identity = jnp.broadcast_to(jnp.eye(x.shape[-2]), (*x.shape[:-1], x.shape[-2]))
     for _ in range(5):
-        # With the identity in the polynomial, x is read by products alone. On a CPU this takes two
-        # thirds of the time of optax's form, which adds a x + (b gram + c gram^2) x.
         x = x.astype(dtype)
         gram = product("...ik,...jk->...ij", x, x)
-        narrow = gram.astype(dtype)
-        square = product("...ik,...kj->...ij", narrow, narrow)
+        narrow_gram = gram.astype(dtype)
+        square = product("...ik,...kj->...ij", narrow_gram, narrow_gram)
+        # With the identity in the polynomial, x is read by products alone. On a CPU this takes two
+        # thirds of the time of optax's form, which adds a x + (b gram + c gram^2) x.
         polynomial = 3.4445 * identity - 4.7750 * gram + 2.0315 * square
         x = product("...ik,...kj->...ij", polynomial.astype(dtype), x)
     # Without the barrier XLA on a CPU writes the last product transposed, and has no kernel.
