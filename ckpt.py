@@ -33,8 +33,7 @@ FORMAT = 3  # of a checkpoint; raised where an older one cannot be read any more
 FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores and the disk busy
 CHUNK_BYTES = 2**20  # largest part of a file that has its own checksum and can be read alone
 SMALL_BYTES = 2**14  # largest array that is stored in meta.json; a file for each costs time
-READERS = 32  # number of arrays that are read at a time
-WRITERS = max(8, 2 * os.cpu_count())  # number of files that are written at a time
+IN_FLIGHT = max(8, 2 * os.cpu_count())  # files written, or arrays read, at a time
 
 
 # ---- save
@@ -232,7 +231,7 @@ def restore(root, step, like=None, meta=None):
         like = saved_shapes(meta)
     wanted, treedef = flatten(like)
     _check_fit(wanted, meta["arrays"], step_path(root, step))
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
         leaves = pool.map(partial(_load, root, meta), wanted, wanted.values())
         return jax.tree.unflatten(treedef, leaves)
 
@@ -326,7 +325,7 @@ def _check_space(root, n_bytes):
 
 
 def _write_shards(root, meta, shards, pending):
-    """Create the arrays of shards, and write these, WRITERS files at a time; append all Futures to
+    """Create the arrays of shards, and write these, IN_FLIGHT files at a time; append all Futures to
     `pending`.
     """
     arrays = {}
@@ -345,8 +344,8 @@ def _write_shards(root, meta, shards, pending):
         for part in _file_slices(data.shape, meta["arrays"][name]["file"]):
             # Each pending write holds its file in memory. All at once took 1.44 times the memory of
             # the state on a slow disk, not 1.09.
-            if len(pending) > WRITERS:
-                pending[-WRITERS].result()
+            if len(pending) > IN_FLIGHT:
+                pending[-IN_FLIGHT].result()
             pending.append(
                 target[part].write(data[part], can_reference_source_data_indefinitely=True))
 
