@@ -121,6 +121,7 @@ def _write(root, meta, shards, max_to_keep, keep_period, log):
         _write_shards(root, meta, shards, pending)
         for write in pending:
             write.result()
+        shards.clear()  # free the copies: another save may begin when this Future is resolved
 
         # (2) Process 0 waits until all have written their shards. (3) It writes meta.json. The
         # others wait for that.
