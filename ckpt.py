@@ -462,7 +462,10 @@ def _new_array(shape, dtype):
     them doubled the time of a restore. Nor a bytearray: in one thread, it is set to zeros.
     """
     n_bytes = max(prod(shape) * np.dtype(dtype).itemsize, 1)  # no mapping is empty
-    memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as e:  # which would be reported as a corrupted file
+        raise MemoryError(f"{n_bytes / 1e9:.3g} GB for an array: {e.strerror}") from None
     return np.ndarray(shape, dtype, memory)
 
 
