@@ -327,8 +327,8 @@ def _check_space(root, n_bytes):
 
 
 def _write_shards(root, meta, shards, pending):
-    """Create the arrays of shards, and write these, IN_FLIGHT files at a time; append all Futures to
-    `pending`.
+    """Create the arrays of shards, and write these, IN_FLIGHT files at a time; append all Futures
+    to `pending`.
     """
     arrays = {}
     for shard in shards:
