@@ -459,13 +459,14 @@ def _new_array(shape, dtype):
     """A NumPy array in memory that begins at a page, which JAX uses without a copy on a CPU.
 
     Not np.empty, which asks the system for huge pages: where memory is fragmented, making room for
-    them doubled the time of a restore. Nor a bytearray: in one thread, it is set to zeros.
+    them doubled the time of a restore. Nor a bytearray, which one thread sets to zeros.
     """
     n_bytes = max(prod(shape) * np.dtype(dtype).itemsize, 1)  # no mapping is empty
     try:
         memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as e:  # which would be reported as a corrupted file
-        raise MemoryError(f"{n_bytes / 1e9:.3g} GB for an array: {e.strerror}") from None
+    except OSError as e:  # restore would call the file corrupted
+        raise MemoryError(f"no memory for an array of {n_bytes:,} bytes: {e.strerror}; free some, "
+                          "or raise ulimit -v") from None
     return np.ndarray(shape, dtype, memory)
 
 
