@@ -1301,7 +1301,9 @@ def read_tensors(tensors, pieces, like, unused=()):
         unknown.difference_update(names.values())
     errors += [f"{name} is not a tensor of this model" for name in sorted(unknown)]
     if errors:
-        raise ValueError("the weights do not fit this model\n  " + "\n  ".join(errors))
+        # One line for all layers and experts.
+        patterns = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", error) for error in errors)
+        raise ValueError("the weights do not fit this model\n  " + "\n  ".join(patterns))
     arrays = {}
     for name, x in like.items():
         read = partial(_read_block, tensors, *pieces[name], x.dtype)
@@ -1326,6 +1328,9 @@ def open_tensors(folder):
             for name, entry in header.items():
                 if name in tensors:
                     raise ValueError(f"another file of the folder holds {name} too")
+                if entry["dtype"] not in TENSOR_DTYPES:
+                    raise ValueError(f"{name} is of type {entry['dtype']}; must be "
+                                     f"{', '.join(TENSOR_DTYPES)}")
                 first, end = entry["data_offsets"]
                 x = file[start + first:start + end].view(TENSOR_DTYPES[entry["dtype"]])
                 tensors[name] = x.reshape(entry["shape"])

@@ -24,7 +24,7 @@ from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
 from functools import cache, lru_cache, partial
-from itertools import chain, groupby, islice
+from itertools import chain, count, groupby, islice
 from math import ceil, exp, isqrt, lcm, log
 from pathlib import Path
 from urllib.parse import unquote
@@ -601,6 +601,8 @@ def _write_documents(records, tokenizer, files):
     for record in records:
         kind = record["kind"]
         is_text = kind in ("text", "pair")
+        if is_text:  # a bos or eos that it brings counts as the one around it
+            _cut_ends(record, eos if bos is None else bos, eos, is_first, tokenizer)
         if is_first and record["is_last"] and not len(record["ids"]):
             counts["empty skipped"] += 1
             continue
@@ -620,12 +622,13 @@ def _write_documents(records, tokenizer, files):
         is_first = record["is_last"]
         if is_first:
             counts["documents"] += 1
-            # The eos after a text is part of it, and a label.
-            files["documents"].write(np.int64((first, n + 1 if is_text else n)))
+            # The eos after a text, or a chat without an end, is part of it, and a label.
+            has_eos = is_text or not record.get("has_end", True)
+            files["documents"].write(np.int64((first, n + 1 if has_eos else n)))
             if not is_text and np.all(record["ignored"]):
                 counts["documents without a label"] += 1
-            if is_text or (kind == "chat" and bos is None):
-                n = append([eos], not is_text)
+            if has_eos or (kind == "chat" and bos is None):
+                n = append([eos], not has_eos)
             last_kind = kind
 
     if not counts["documents"]:  # write one without tokens: an empty file cannot be mapped
@@ -636,6 +639,19 @@ def _write_documents(records, tokenizer, files):
         # This lengthens the file to one byte a token: the bytes after the last ignored are zeros.
         files["ignored"].truncate(n)
     return counts
+
+
+def _cut_ends(record, begin, eos, is_first, tokenizer):
+    """Take the id `begin` from the beginning of a text, and eos from its end, out of its record."""
+    ids = record["ids"]
+    first = int(is_first and len(ids) > 0 and ids[0] == begin)
+    last = len(ids) - int(record["is_last"] and len(ids) > first and ids[-1] == eos)
+    if last - first < len(ids):
+        cut = np.concatenate([ids[:first], ids[last:]])
+        record["n_bytes"] -= len(tokenizer["decode"](cut).encode())
+        record["ids"] = ids[first:last]
+        if np.ndim(record["ignored"]):
+            record["ignored"] = record["ignored"][first:last]
 
 
 def _append_ids(tokens, ignored, dtype, ids, is_ignored):
@@ -678,7 +694,7 @@ def _records_of_files(paths, tokenizer, columns):
 
 def _files_of(path):
     """A file, or the files in a folder written by the datasets library."""
-    return sorted(path.glob("*")) if path.is_dir() else [path]
+    return sorted(filter(Path.is_file, path.glob("*"))) if path.is_dir() else [path]
 
 
 def read_record(row, where, tokenizer):
@@ -704,7 +720,7 @@ def read_record(row, where, tokenizer):
             record = _read_ids(row, tokenizer)
         else:  # optional: prompts and chats
             record = _read_prompt_or_chat(form, row, tokenizer)
-        _check_columns(row)
+        _check_columns(row, form)
         text = record["text"] + record.get("completion", "")
         if "\0" in text:
             raise ValueError("has a zero byte, which no text has")
@@ -712,12 +728,35 @@ def read_record(row, where, tokenizer):
     return {"n_bytes": n_bytes} | record
 
 
-def _check_columns(row):
-    """Raise ValueError for a column of UNREAD_COLUMNS that has a value."""
+def _check_columns(row, form):
+    """Raise ValueError for a column with a meaning for a model or a trainer that is not used: one
+    of UNREAD_COLUMNS, and one that selects or weights the tokens of a row that is not a text.
+    """
     for name, value in row.items():
-        if name in UNREAD_COLUMNS and not _is_empty(value):
-            raise ValueError(f"no token would hold the column {name}; remove it, or name the "
-                             "columns to use, as in --columns messages=messages")
+        has_meaning = name in UNREAD_COLUMNS
+        if form != "text" and name not in form.split(", "):
+            has_meaning |= "weight" in name or _selects(value, row.get(form))
+            has_meaning |= name == "label" and form != "input_ids"  # false: an answer to avoid
+        if has_meaning and not _is_empty(value) and value != 1:
+            raise ValueError(f"no token would hold the column {name}, {value!r:.40}; remove "
+                             "it or such rows, or name the columns to use, as in --columns "
+                             "messages=messages")
+
+
+def _selects(value, items):
+    """Whether a column may mask, weight or divide the token ids or the messages of its row."""
+    if not _is_numbers(value) or len(value) < 2 or {*value} == {1}:
+        return False
+    if _is_numbers(items):  # zeros, as token types, and positions from 0 on say nothing
+        return {*value} != {0} and list(value) != list(range(len(items)))
+    return isinstance(items, list) and len(value) == len(items) and max(value) <= 1
+
+
+def _is_numbers(value):
+    """Whether a value is a list of numbers."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and value.dtype.kind in "biuf"
+    return isinstance(value, list) and all(isinstance(x, int | float) for x in value)
 
 
 # {form of a row: the columns that it must have}. Lists may also be written as JSON.
@@ -1552,7 +1591,7 @@ def _map_bin(path, dtype):
 
 def _read_ids(row, tokenizer):
     """The record of a row of token ids. Ids whose attention_mask is 0 are padding."""
-    ids = _integers(row, "input_ids")
+    ids = _integers(dict(row), "input_ids")
     labels = _integers(row, "labels", ids)
     mask = _integers(row, "attention_mask", np.ones_like(ids))
     check_ids(ids[None], tokenizer["vocab_size"], [{"name": "input_ids"}])
@@ -1561,17 +1600,20 @@ def _read_ids(row, tokenizer):
         raise ValueError(f"labels must be input_ids or {IGNORE} at each place, not shifted, and "
                          "attention_mask 0 or 1, as many as input_ids")
     is_used = mask == 1
+    is_text = is_used & ~np.isin(ids, [tokenizer["bos"], tokenizer["eos"]])
+    n_bytes = len(tokenizer["decode"](ids[is_text]).encode())
     return {"kind": "ids", "text": "", "ids": ids[is_used], "ignored": labels[is_used] == IGNORE,
-            "n_bytes": len(tokenizer["decode"](ids[is_used]).encode())}
+            "n_bytes": n_bytes + np.count_nonzero(is_used & ~is_text)}  # a bos or eos is one byte
 
 
 def _integers(row, name, default=None):
     """A column of a row as a 1-D array of integers."""
-    if default is not None and _is_empty(row.get(name)):
+    value = row.pop(name, None)
+    if default is not None and _is_empty(value):
         return default
-    array = np.asarray(_parsed(row[name]))
+    array = np.asarray(_parsed(value))
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise ValueError(f"{name} must be a list of integers: {str(row[name])[:80]}")
+        raise ValueError(f"{name} must be a list of integers: {str(value)[:80]}")
     return array.astype(np.int64)
 
 
@@ -1594,14 +1636,14 @@ def _read_prompt_or_chat(form, row, tokenizer):
             prompt = [{"role": "user", "content": prompt.removesuffix("\n\n")}]
             completion = [{"role": "assistant", "content": completion}]
     else:
-        completion = messages_in(row[form])
+        completion = messages_in(_parsed(row[form]))
     if isinstance(prompt, str) and isinstance(completion, str):
         return {"kind": "pair", "text": prompt, "completion": completion}
     # Of a prompt and its completion, only the completion has labels.
     prompt = [*_system_messages(row), *prompt]
     messages = [*prompt, *completion]
-    text, spans = render_chat(messages, row.pop("tools", None), tokenizer, len(prompt))
-    return {"kind": "chat", "text": text, "spans": spans}
+    text, spans, has_end = render_chat(messages, row.pop("tools", None), tokenizer, len(prompt))
+    return {"kind": "chat", "text": text, "spans": spans, "has_end": has_end}
 
 
 def _encode_pairs_and_chats(records, tokenizer):
@@ -1622,14 +1664,15 @@ def _encode_pairs_and_chats(records, tokenizer):
 
 def messages_in(value):
     """The list of messages in a value, or in its JSON text; any other value unchanged."""
+    messages = value
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError, RecursionError):  # a text with brackets
             messages = json.loads(value)
-            if messages and all(isinstance(x, dict) and {"role", "from"} & {*x} for x in messages):
-                value = messages
-    if isinstance(value, list):
-        value = [_with_role(_parsed(message)) for message in value]
-    return value
+    if isinstance(messages, list):
+        messages = [_with_role(_parsed(message)) for message in messages]
+    is_text = isinstance(value, str) and not all(
+        isinstance(message, dict) and message.get("role") in ROLES for message in messages)
+    return value if is_text else messages
 
 
 # Names of roles in ShareGPT's form, {"from", "value"}.
@@ -1671,7 +1714,8 @@ def _clean_message(message, source):
         raise ValueError(f"must have a role of {', '.join(ROLES)}: {str(message)[:80]}")
     cleaned = {name: x for name, x in message.items() if not _is_empty(x)}
     for name in cleaned.keys() - ROUTINE_KEYS:
-        if not _names(source, name):
+        is_routine = name == "name" and message["role"] == "tool"
+        if not is_routine and not _names(source, name):
             raise ValueError(f"{name} is not known to the chat template; remove it (to train on "
                              "some answers only, move the messages before them to a column prompt)")
     if "tool_calls" in cleaned:
@@ -1712,37 +1756,44 @@ def _functions(holders):
 
 
 def render_chat(messages, tools, tokenizer, n_prompt=0):
-    """Render a conversation in the tokenizer's chat template: (text, spans).
+    """Render a conversation in the tokenizer's chat template: (text, spans, has_end).
 
     spans: [first, last) of the characters of the text that are labels: the messages of the
     assistant after the first n_prompt messages, each with the mark that ends it. The template marks
-    them by {% generation %}; otherwise `_answer_span` finds each. tools: None, a list, or its JSON.
+    them by {% generation %}; otherwise `_answer_span` finds each. has_end: False if the text ends
+    with an answer and no special token ends it. tools: None, a list, or its JSON.
     Raises ValueError for a message that is not in the text, or that it cannot find there.
     """
-    messages, render = _open_chat(messages, tools, tokenizer)
-    text = render(messages)
-    _check_rendered(render, messages, text)
+    messages, render, text = _open_chat(messages, tools, tokenizer)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     spans = render(messages, marked=True)
+    if spans is not None and not n_prompt:
+        return text, spans, True
+    has_end = True
     if spans is None:
-        spans = [_answer_span(render, messages, text, i, tokenizer) for i in answers]
-    elif not n_prompt:
-        return text, spans
+        spans = []
+        for i in answers:
+            with as_value_error(f"message {i + 1}: {UNDECIDED}", ValueError):
+                first, last, has_end = _answer_span(render, messages, text, i, tokenizer)
+            spans.append((first, last))
     # Each answer has a span, after that of the answer before.
     end = 0
     for i, (first, last) in zip(answers, spans):
         is_lost = first >= last and messages[i].get("content", "").strip()
         if first < end or is_lost or len(spans) != len(answers):
-            raise ValueError(
-                f"message {i + 1}: cannot determine which characters of the rendered chat it "
-                "became; use a template that marks each answer by {% generation %}")
+            raise ValueError(f"message {i + 1}: {UNDECIDED}")
         end = last
-    return text, [span for i, span in zip(answers, spans) if i >= n_prompt]
+    has_end = has_end or end < len(text)
+    return text, [span for i, span in zip(answers, spans) if i >= n_prompt], has_end
 
 
-def _open_chat(messages, tools, tokenizer):
-    """The messages as the tokenizer's chat template expects them, and a function that renders
-    messages, see `_load_chat_template`.
+UNDECIDED = ("cannot determine which characters of the rendered chat it became; use a template "
+             "that marks each answer by {% generation %}")
+
+
+def _open_chat(messages, tools, tokenizer, add_generation_prompt=False):
+    """The messages as the tokenizer's chat template expects them, a function that renders messages,
+    see `_load_chat_template`, and the rendered text.
     """
     template = tokenizer["chat"]()
     if not template:
@@ -1758,69 +1809,205 @@ def _open_chat(messages, tools, tokenizer):
     for i, message in enumerate(messages, 1):
         with as_value_error(f"message {i}", ValueError):
             cleaned.append(_clean_message(message, source))
-    return cleaned, partial(template["render"], tools=tools)
+    render = partial(template["render"], tools=tools)
+    # Beside calls, templates expect no content, or null, or an empty text.
+    errors = []
+    for default in ({}, {"content": None}, {"content": ""}):
+        filled = [default | message for message in cleaned]
+        try:
+            text = render(filled, add_generation_prompt=add_generation_prompt)
+            _check_rendered(partial(render, add_generation_prompt=add_generation_prompt), filled,
+                            text)
+            return filled, render, text
+        except ValueError as e:
+            errors.append(e)
+    raise errors[0]
 
 
 def _check_rendered(render, messages, text):
-    """Raise ValueError for a message whose content has no effect on the rendered text."""
-    for i, message in enumerate(messages):
-        content = message.get("content", "").strip()
+    """Raise ValueError for a message whose content or calls have no effect on the rendered text."""
+    contents = [(message.get("content") or "").strip() for message in messages]
+    for i, (message, content) in enumerate(zip(messages, contents)):
         # If the text has it fewer times than the messages have, some message is not rendered.
-        n_given = sum(other.get("content", "").count(content) for other in messages)
+        n_given = sum(other.count(content) for other in contents)
         if text.count(content) < n_given:
             longer = message | {"content": f"{content} and more"}
             if render([*messages[:i], longer, *messages[i + 1 :]]) == text:
                 raise ValueError(f"message {i + 1}: the chat template does not render its content; "
                                  "remove it")
+        for call in message.get("tool_calls", []):
+            name = call.get("function", call).get("name")
+            if str(name) not in text:
+                raise ValueError(f"message {i + 1}: the chat template does not render its "
+                                 f"tool_calls, such as {name}; remove them")
 
 
 def _answer_span(render, messages, text, i, tokenizer):
-    """(first, last) of message i of the assistant in `text`, the rendered conversation; (-1, -1)
-    if it cannot be decided.
+    """(first, last, has_end) of the answer messages[i] in `text`, the rendered conversation.
 
-    In a copy of the conversation, message i is a single mark. The text around the mark shows what
-    is before and after the answer. Text that the prompt for it has in common with the text before
-    is not a part of it. Text that follows the mark where the conversation ends with it is a part of
-    it.
+    [first, last) are its characters, from where the prompt for it ends to the mark that ends it.
+    has_end: whether that mark is a special token.
+    They are found in copies of the conversation in which a number that the text does not have
+    stands for a message. Raises ValueError with the reason where they cannot be found.
     """
-    mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
-    marked = {"role": "assistant", "content": mark}
-    if "tool_calls" in messages[i]:
-        *calls, call = messages[i]["tool_calls"]
-        function = call.get("function", call) | {"arguments": {"a": mark}}
-        call = call | {"function": function} if "function" in call else function
-        marked |= {"content": "", "tool_calls": [*calls, call]}
-    as_last = [*messages[:i], marked]
-    before, found, after = render([*as_last, *messages[i + 1 :]]).partition(mark)
-    _, found_last, ending = render(as_last).partition(mark)
-    ending = ending.rstrip()
-    is_found = found and found_last
-    # The last message may end in another way, as in Phi's templates.
-    if not after.startswith(ending):
-        ending = _special_token(after, tokenizer)
-        is_found = is_found and ending
-    rest = after[len(ending) :]
+    mark, history_mark = islice(_numbers_not_in(text), 2)
+    history, following = messages[:i], messages[i + 1 :]
+    marked = _with_mark(messages[i], mark)
+    _, after = _around(mark, render([*history, marked, *following]))
+    _, last_after = _around(mark, render([*history, marked]))
+    ending = _ending(render, [*history, marked], after, last_after, mark, tokenizer)
 
-    prompt = render(messages[:i], add_generation_prompt=True)
-    first = len(prompt)
-    # Earlier messages lose a thought when others follow, or the prompt opens one: the answer begins
-    # where its header ends.
-    if not text.startswith(prompt):
-        shorter = render(messages[:i])
-        opening = prompt[len(shorter) :].lstrip() if prompt.startswith(shorter) else ""
-        header = _special_token(opening, tokenizer)
-        first = before.rfind(header)
-        first += len(os.path.commonprefix([before[first:], opening]))  # noqa: RUF071
-        is_found = is_found and header and text.startswith(before[:first])
-    if not is_found or not text.endswith(rest):
-        return -1, -1
-    return first, len(text) - len(rest)
+    # Without a special token in its ending, an answer ends at the one of the message that follows.
+    plain_ending = ending
+    if "tool_calls" in messages[i]:
+        _, plain_ending = _around(mark, render([*history, {"role": "assistant", "content": mark}]))
+    has_end = _special_end(plain_ending, tokenizer) > 0
+    n = len(ending)
+    if not has_end:
+        n = _n_common(last_after, after)
+        stop = _special_token(after[n:].lstrip(), tokenizer)
+        n = after.index(stop, n) + len(stop)
+    if not text.endswith(after[n:]):
+        raise ValueError("it changes the text after it")
+    first = _answer_start(render, messages, text, i, mark, history_mark, ending, tokenizer)
+    return first, len(text) - len(after[n:]), has_end or bool(following)
+
+
+def _numbers_not_in(text):
+    """Yield numbers that are not in a text. Digits stay as they are in JSON, Python's repr and
+    capitals.
+    """
+    return (mark for mark in map(str, count(271_828_182_845)) if mark not in text)
+
+
+def _with_mark(message, mark):
+    """A copy of a message with a mark as its content, or in the arguments of its last call."""
+    if message["role"] != "assistant":
+        return message | {"content": mark}
+    if "tool_calls" not in message:
+        return {"role": "assistant", "content": mark}  # without thoughts
+    *calls, call = message["tool_calls"]
+    function = call.get("function", call) | {"arguments": {"a": mark}}
+    call = call | {"function": function} if "function" in call else function
+    return message | {"tool_calls": [*calls, call]}
+
+
+def _around(mark, text):
+    """The text before and after a mark."""
+    before, found, after = text.partition(mark)
+    if not found:
+        raise ValueError("the template does not render another text in its place")
+    return before, after
+
+
+def _ending(render, messages, after, last_after, mark, tokenizer):
+    """The beginning of `after`, the text after an answer in its conversation, that ends the answer.
+
+    messages: those up to the answer, which has the mark. last_after: the text after it if the
+    conversation ends there.
+    """
+    ending = last_after.rstrip()
+    # Some templates always write the header of one more answer.
+    if ending != _special_token(ending, tokenizer):
+        _, prompted = _around(mark, render(messages, add_generation_prompt=True))
+        if prompted == last_after:
+            question = {"role": "user", "content": "?"}
+            _, before_question = _around(mark, render([*messages, question]))
+            if not before_question.startswith(ending):
+                common = ending[: _n_common(before_question, ending)]
+                stop = _special_token(common.lstrip(), tokenizer)
+                if not stop:
+                    raise ValueError("the template writes a header after the last answer")
+                ending = common[: common.index(stop) + len(stop)]
+    # The last answer may end in another way than others, as in the templates of Phi and gpt-oss.
+    if not after.startswith(ending):
+        common = ending[: _n_common(after, ending)]
+        ending = common[: _special_end(common, tokenizer)] or _special_token(after, tokenizer)
+        if common.strip() and not ending:
+            raise ValueError("the template ends the last answer in another way")
+    return ending
+
+
+def _answer_start(render, messages, text, i, mark, history_mark, ending, tokenizer):
+    """Where the answer messages[i] begins in `text`: where the prompt for it ends."""
+    history, following = messages[:i], messages[i + 1 :]
+    prompt = unprompted = None
+    with contextlib.suppress(ValueError):  # as of no messages, or of a system message alone
+        prompt = render(history, add_generation_prompt=True)
+        unprompted = render(history)
+    opening = ""
+    if prompt:
+        n_same = _token_start(prompt, _n_common(prompt, unprompted), tokenizer)
+        opening = prompt[n_same:].lstrip()
+    if opening and (_special_token(opening, tokenizer) or opening) in ending:
+        raise ValueError("the template writes it in two parts")
+    if opening and text.startswith(prompt):
+        return len(prompt)
+
+    answer = {"role": "assistant", "content": mark}
+    try:
+        before, _ = _around(mark, render([*history, answer, *following]))
+    except ValueError:  # as for the result of a tool without a call
+        answer = _with_mark(messages[i], mark)
+        before, _ = _around(mark, render([*history, answer, *following]))
+    # Without a prompt, it begins where the text differs from that before the mark.
+    if not opening:
+        start = _n_common(text, before)
+        if unprompted and not text.startswith(unprompted):
+            raise ValueError("the template renders the messages before it in another way")
+        if unprompted and not before[len(unprompted) :].strip():
+            start = len(unprompted)
+        return start
+
+    # Otherwise, as earlier answers lose their thoughts or the prompt opens one: after as much of
+    # the prompt's opening as the header has, the text after the message before.
+    copy = [*history[:-1], _with_mark(history[-1], history_mark)]
+    before_copy, _ = _around(mark, render([*copy, answer, *following]))
+    header = before[_n_common(before, unprompted) :]
+    if history_mark in before_copy:
+        header = before_copy.rpartition(history_mark)[2]
+    n = next(n for n in range(len(opening), -1, -1) if opening[:n] in header)
+    n = _token_start(opening, n, tokenizer)
+    at = header.rfind(opening[:n]) if n else 0
+    start = len(before) - len(header) + at
+    if not text.startswith(before[:start]):
+        raise ValueError("it changes the text before it")
+    n_found = _n_common(text[start:], opening)
+    if n_found == len(opening):
+        return start + n_found
+    n = min(n, n_found)
+    if header[at + n :].strip():
+        # What they have in common must not begin a question, too.
+        question = header
+        with contextlib.suppress(ValueError):
+            question, _ = _around(mark, render([*copy, {"role": "user", "content": mark}]))
+        if not n or question.rpartition(history_mark)[2].startswith(header[: at + n]):
+            raise ValueError("the text before it is another than the prompt for it")
+    return start + n
+
+
+def _n_common(text, other):
+    """The number of characters with which both texts begin."""
+    return len(os.path.commonprefix([text, other]))  # noqa: RUF071
 
 
 def _special_token(text, tokenizer):
     """The special token with which a text begins, or an empty text."""
     found = [token for token in tokenizer["special_tokens"] if text.startswith(token)]
     return max(found, key=len, default="")
+
+
+def _special_end(text, tokenizer):
+    """The end of the last special token in a text; 0 without one."""
+    return max((text.rfind(token) + len(token) for token in tokenizer["special_tokens"]
+                if token.strip() and token in text), default=0)
+
+
+def _token_start(text, n, tokenizer):
+    """The start of the special token that text[:n] cuts, or n."""
+    cut = [start for token in tokenizer["special_tokens"]
+           if (start := text.rfind(token, 0, n + len(token) - 1)) > n - len(token) and start >= 0]
+    return min(cut, default=n)
 
 
 def _parsed(value):
@@ -2001,7 +2188,7 @@ def read_prompts(path, tokenizer):
             if not isinstance(prompt, str):
                 messages = [*_system_messages(row), *prompt]
                 prompt = chat_prompt(messages, row.pop("tools", None), tokenizer)
-            _check_columns(row)
+            _check_columns(row, "prompt")
             texts.append(prompt)
     if not texts:
         raise ValueError(f"prompts {path!r}: has no prompt")
@@ -2012,12 +2199,15 @@ def chat_prompt(messages, tools, tokenizer):
     """Render a conversation up to the next answer, which a sample continues. tools: as in
     render_chat.
     """
-    messages, render = _open_chat(messages, tools, tokenizer)
+    messages, render, text = _open_chat(messages, tools, tokenizer, add_generation_prompt=True)
     if messages[-1]["role"] == "assistant":
         raise ValueError("the last message is the assistant's; a sample would follow another")
-    render = partial(render, add_generation_prompt=True)
-    text = render(messages)
-    _check_rendered(render, messages, text)
+    # Some templates have no prompt, and write the header of an answer only with the answer.
+    mark = next(_numbers_not_in(text))
+    if text == render(messages):
+        before = render([*messages, {"role": "assistant", "content": mark}]).partition(mark)[0]
+        if before.startswith(text) and before[len(text) :].strip():
+            text = before
     return text
 
 
@@ -2068,7 +2258,7 @@ def _row_reader(path, columns):
     if kind.endswith((".csv", ".tsv")):
         raise ValueError(f"{path}: must be .jsonl or .parquet; convert it by "
                          f"pandas.read_csv({str(path)!r}).to_parquet('rows.parquet')")
-    if path.is_dir() or kind.endswith((".parquet", ".arrow")):
+    if path.is_dir() or kind.endswith((".parquet", ".arrow", ".feather")):
         return partial(_table_rows, columns=columns)
     # JSON may have any name. If most of its first lines are objects, the others are errors.
     lines = _first_lines(path)
@@ -2115,25 +2305,35 @@ def _table_rows(path, columns):
     Only columns that a row is read by are loaded: others may be large, or of a type that Python
     lacks.
     """
-    known = known_columns(columns)
+    types = require("pyarrow.types", path)
+    null = require("pyarrow", path).null()
     number = 0
     # ArrowInvalid is a ValueError.
     with as_value_error(f"{path}: not a .parquet or .arrow file or a folder of datasets", OSError,
-                        KeyError, ValueError, TypeError, OverflowError):
+                        KeyError, ValueError, TypeError, OverflowError, NotImplementedError):
         for batch in _arrow_batches(path):
-            kept = [name for name in batch.schema.names if name in known]
+            kept = []
+            for field in batch.schema:
+                item = getattr(field.type, "value_type", null)  # of a list
+                if is_read(field.name, columns) or (not columns and types.is_primitive(item)):
+                    kept.append(field.name)
             # Without a known column, the error names those that the rows have.
-            for row in batch.select(kept or batch.schema.names).to_pylist():
+            batch = batch.select(kept or batch.schema.names)
+            for row in batch.to_pylist():
                 number += 1
-                yield f"{path} row {number}", {name: _without_nulls(x) for name, x in row.items()}
+                yield f"{path} row {number}", {
+                    field.name: _without_nulls(row[field.name], field.type)
+                    for field in batch.schema}
 
 
-def known_columns(columns):
-    """The names of the columns that rows are read by. columns: see `rows_in`."""
+def is_read(name, columns):
+    """Whether rows are read by the column `name`. columns: see `rows_in`. Lists of numbers are
+    read, too.
+    """
     if columns:
-        return {entry.partition("=")[2] for entry in columns}
-    names = {"prompt", "chosen", "rejected", *OPTIONAL_COLUMNS, *UNREAD_COLUMNS}
-    return names.union(*FORMS.values())
+        return name in {entry.partition("=")[2] for entry in columns}
+    names = {"prompt", "chosen", "rejected", "label", *OPTIONAL_COLUMNS, *UNREAD_COLUMNS}
+    return name in names.union(*FORMS.values()) or "weight" in name
 
 
 def _arrow_batches(path):
@@ -2144,21 +2344,34 @@ def _arrow_batches(path):
         for file in state["_data_files"]:
             yield from _arrow_batches(path / file["filename"])
     elif path.name.lower().endswith(".parquet"):
-        yield from require("pyarrow.parquet", path).ParquetFile(path).iter_batches()
+        # A batch of nested rows may have 2 GiB at most.
+        yield from require("pyarrow.parquet", path).ParquetFile(path).iter_batches(MOST_ROWS)
     else:
-        for batch in arrow.ipc.open_stream(arrow.memory_map(str(path))):
+        file = arrow.memory_map(str(path))
+        is_stream = file.read(6) != b"ARROW1"  # as datasets writes; the other form is feather's
+        file.seek(0)
+        if is_stream:
+            batches = arrow.ipc.open_stream(file)
+        else:
+            reader = arrow.ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        for batch in batches:
             batch.validate(full=True)  # reading a corrupted one could end the process
             yield batch
 
 
-def _without_nulls(value):
+def _without_nulls(value, kind=None):
     """A value without the fields of objects that are None: Arrow gives all structs of a column the
-    same fields, null where a row had none.
+    same fields, null where a row had none. kind: its Arrow type; texts of the type JSON are parsed.
     """
+    if isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json":
+        return json.loads(value)
     if isinstance(value, dict):
-        return {name: _without_nulls(x) for name, x in value.items() if x is not None}
+        kinds = {field.name: field.type for field in kind or ()}
+        return {name: _without_nulls(x, kinds.get(name)) for name, x in value.items()
+                if x is not None}
     if isinstance(value, list):
-        return [_without_nulls(x) for x in value]
+        return [_without_nulls(x, getattr(kind, "value_type", None)) for x in value]
     return value
 
 
@@ -2173,7 +2386,6 @@ def write_rows(folder, name, rows, columns=()):
     is_from_arrow = hasattr(rows, "features")  # of Hugging Face: null stands for a missing field
     if not hasattr(rows, "__iter__"):  # as datasets of PyTorch, which may have no IndexError
         rows = map(rows.__getitem__, range(len(rows)))
-    known = known_columns(columns)
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -2182,7 +2394,8 @@ def write_rows(folder, name, rows, columns=()):
             for number, row in enumerate(rows, 1):
                 with as_value_error(f"data: {name} row {number}: not a dict that JSON can hold",
                                     AttributeError, TypeError, ValueError):
-                    kept = {column: x for column, x in row.items() if column in known}
+                    kept = {column: x for column, x in row.items()
+                            if is_read(column, columns) or (not columns and _is_numbers(x))}
                     if is_from_arrow:
                         kept = {column: _without_nulls(x) for column, x in kept.items()}
                     # Without a known column, the reader names those that the row has.
@@ -2225,27 +2438,9 @@ def _tiktoken_tokenizer(name, eos_token):
 
 
 def _hf_tokenizer(name, eos_token):
-    """Load a tokenizer.json, or the one in a folder, by Hugging Face's tokenizers."""
-    path = Path(name, "tokenizer.json") if os.path.isdir(name) else Path(name)
-    if not path.is_file() or path.suffix == ".model":
-        raise ValueError(f"tokenizer {name!r}: has no tokenizer.json. {_HOW_TO_MAKE}; or write "
-                         f"bytes, tiktoken:{name} or hf://{name}")
-    library = require("tokenizers", f"tokenizer {name!r}")
-    # The library may raise any exception.
-    with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
-        tok = library.Tokenizer.from_file(str(path))
-        settings = _read_settings(name, "generation_config.json")
-        settings |= _read_settings(name, "special_tokens_map.json")
-        settings |= _read_settings(name, "tokenizer_config.json")
-        named = {*_named_tokens(settings), *_read_settings(name, "added_tokens.json")}
-        missing = [text for text in sorted(named) if tok.token_to_id(text) is None]
-        if missing:
-            raise ValueError("its settings name tokens that tokenizer.json lacks: "
-                             f"{', '.join(missing)}; {_HOW_TO_MAKE}")
-        # As transformers does: a token that is named is not cut into pieces.
-        tok.add_special_tokens(sorted(named))
-        eos_name = eos_token or settings.get("eos_token")
-        eos = tok.token_to_id(eos_name) if eos_name else None
+    """Load a tokenizer.json, or the tokenizer of a folder as transformers loads it."""
+    tok, loaded = _load_hf_tokenizer(name)
+    content = tok.to_str()
     if hasattr(tok.model, "dropout"):  # BPE dropout would draw at random
         tok.model.dropout = None
     tok.no_truncation()  # a tokenizer.json stores the last truncation and padding
@@ -2253,9 +2448,13 @@ def _hf_tokenizer(name, eos_token):
 
     # A tokenizer that declares no end has the first known one, or none: then it can only be used
     # with token files. A model tuned on chats may end a text by several ids.
+    eos_name = eos_token or (loaded and loaded.eos_token)
     known = [i for i in map(tok.token_to_id, EOS_NAMES) if i is not None][:1]
+    eos = tok.token_to_id(eos_name) if eos_name else None
     if not eos_name and known:
         eos = known[0]
+    generation = Path(name, "generation_config.json")
+    settings = json.loads(generation.read_bytes()) if generation.is_file() else {}
     stops = {eos, *known, *np.ravel(settings.get("eos_token_id", [])).tolist()} - {None}
 
     # An id that it puts before a text, other than eos, is its bos.
@@ -2271,14 +2470,17 @@ def _hf_tokenizer(name, eos_token):
         with as_value_error(f"tokenizer {name!r}: has no token for a part of the text", Exception):
             return encode(texts, add_special_tokens=False)
 
-    def ids_of(tokenizer, texts):
+    def ids_of(texts, tokenizer=tok):
         return [encoding.ids for encoding in encoded(tokenizer.encode_batch_fast, texts)]
 
-    files = _tokenizer_files(name) or [path]
+    @cache  # made when the first completion comes: it takes seconds for a large vocabulary
+    def continuing():
+        return _without_first_space(tok)
+
     added_tokens = tok.get_added_tokens_decoder()
     return {
-        "encode_batch": partial(ids_of, tok),
-        "encode_continuations": partial(ids_of, _without_first_space(library, tok)),
+        "encode_batch": ids_of,
+        "encode_continuations": lambda texts: ids_of(texts, continuing()) if texts else [],
         "encode_with_offsets": partial(encoded, tok.encode_batch),
         "decode": partial(tok.decode, skip_special_tokens=False),
         "vocab_size": max(tok.get_vocab().values()) + 1,  # ids may have gaps
@@ -2287,37 +2489,44 @@ def _hf_tokenizer(name, eos_token):
         "stops": stops,
         "special_tokens": {token.content: i for i, token in added_tokens.items()},
         "openings": {i for i, token in added_tokens.items() if token.special},
-        "chat": cache(partial(_load_chat_template, name, files)),
-        "key": [zlib.crc32(file.read_bytes()) for file in files],
+        "chat": cache(partial(_load_chat_template, loaded)),
+        "key": [zlib.crc32(part) for part in
+                (content.encode(), *(file.read_bytes() for file in _tokenizer_files(name)))],
     }
 
 
-_HOW_TO_MAKE = ("Make one: python -c \"from transformers import AutoTokenizer as T; "
-                "T.from_pretrained('FOLDER').save_pretrained('FOLDER')\"")
+def _load_hf_tokenizer(name):
+    """(tokenizer of the library tokenizers, object of transformers that holds it) of a folder. Of a
+    tokenizer.json alone the second is None.
 
-
-def _named_tokens(settings):
-    """The texts of the tokens that a settings file names."""
-    texts = [*settings.get("added_tokens_decoder", {}).values()]
-    for field, value in settings.items():
-        if field.endswith("_token"):
-            texts.append(value)
-        elif field.endswith("special_tokens"):  # additional_special_tokens, extra_special_tokens
-            texts += value.values() if isinstance(value, dict) else value
-    return {text for text in texts if isinstance(text, str) and text}
-
-
-def _read_settings(folder, name):
-    """The object in a JSON file of a tokenizer's folder; {} without that file. A token that is
-    written as an object is replaced by its text.
+    transformers builds some tokenizers by the class that a folder names, and adds the tokens that
+    its settings name. Programs that serve an export do the same, so these are the ids to train on.
     """
-    path = Path(folder, name)
-    if not path.is_file():
-        return {}
-    return json.loads(path.read_bytes(), object_hook=lambda entry: entry.get("content", entry))
+    path = Path(name, "tokenizer.json") if os.path.isdir(name) else Path(name)
+    if not os.path.exists(name):
+        raise ValueError(f"tokenizer {name!r}: no such file or folder; write bytes, "
+                         f"tiktoken:{name} or hf://{name}")
+    if not path.is_file() or path.suffix == ".model":
+        raise ValueError(
+            f"tokenizer {name!r}: has no tokenizer.json. Of a tokenizer.model or tekken.json make "
+            "one: pip install transformers sentencepiece mistral-common; python -c \"from "
+            f"transformers import AutoTokenizer as T; T.from_pretrained('{path.parent}')"
+            f".save_pretrained('{path.parent}')\"")
+    library = require("tokenizers", f"tokenizer {name!r}")
+    # The libraries may raise any exception.
+    with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
+        if path == Path(name):
+            return library.Tokenizer.from_file(name), None
+        library = require("transformers", f"tokenizer {name!r}: a folder")
+        settings = Path(name, "tokenizer_config.json")
+        # Code of a folder is not run: its tokenizer.json is read instead.
+        has_code = settings.is_file() and "auto_map" in json.loads(settings.read_bytes())
+        reader = library.PreTrainedTokenizerFast if has_code else library.AutoTokenizer
+        loaded = reader.from_pretrained(name, local_files_only=True)
+        return loaded.backend_tokenizer, loaded
 
 
-def _without_first_space(library, tok):
+def _without_first_space(tok):
     """A copy of a tokenizer, without the space that it may put before a text (Metaspace).
 
     Completions are encoded with it, so that they keep only a space of their own.
@@ -2329,55 +2538,71 @@ def _without_first_space(library, tok):
         return part | changes.get(part.get("type"), {})
 
     settings = json.loads(tok.to_str(), object_hook=change)
-    return library.Tokenizer.from_str(json.dumps(settings))
+    return type(tok).from_str(json.dumps(settings))
 
 
 # Before a template that asks for today's date: the tokens of a run must be the same on each day.
 FIXED_DATE = "{% macro strftime_now(form) %}01 Jan 2026{% endmacro %}\n"
 
 
-def _load_chat_template(name, files):
-    """The chat template of a folder, or None: {
+def _load_chat_template(loaded):
+    """The chat template of a tokenizer of transformers, or None: {
         "render": (messages, tools, add_generation_prompt=False) -> text; with marked=True [first,
             last) of the characters between its marks {% generation %}, None if it has no marks,
         "source": tools -> text of the template, without comments}.
-
-    Only the template comes from transformers: its class for a folder may encode text in another way
-    than the folder's tokenizer.json.
     """
-    if len(files) == 1:  # a tokenizer.json alone
+    if not loaded or not loaded.chat_template:
         return None
-    library = require("transformers", f"tokenizer {name!r}: a chat")
-    with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
-        settings = library.PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)
-    if not settings.chat_template:
-        return None
+    library = require("transformers.utils.chat_template_utils", "a chat")
 
     def source(tools):
-        return re.sub(r"(?s)\{#.*?#\}", "", settings.get_chat_template(None, tools))
+        return re.sub(r"(?s)\{#.*?#\}", "", loaded.get_chat_template(None, tools))
 
     def render(messages, tools, add_generation_prompt=False, marked=False):
         if marked and not re.search(r"\{%-?\s*generation\s*-?%\}", source(tools)):
             return None
         with as_value_error("the chat template refuses it", Exception):
-            texts, spans = library.utils.chat_template_utils.render_jinja_template(
+            texts, spans = library.render_jinja_template(
                 [messages], tools, return_assistant_tokens_mask=marked,
-                chat_template=FIXED_DATE + settings.get_chat_template(None, tools),
-                add_generation_prompt=add_generation_prompt, **settings.special_tokens_map)
+                chat_template=FIXED_DATE + loaded.get_chat_template(None, tools),
+                add_generation_prompt=add_generation_prompt, **loaded.special_tokens_map)
         return spans[0] if marked else texts[0]
 
     return {"render": render, "source": source}
 
 
 def copy_tokenizer(name, folder):
-    """Copy the files of a Hugging Face tokenizer into a folder. name: as for make_tokenizer."""
+    """Copy the files of a Hugging Face tokenizer into an export, so that transformers gives the ids
+    that a run with it was trained on. name: as for make_tokenizer.
+
+    Raises ValueError where transformers gives others all the same, if it is installed: for some
+    model_types in config.json it builds a class of its own, whatever the folder says.
+    """
     name = hub_path(name)  # optional: names on the Hub
-    if name.endswith(".json"):
-        shutil.copy(name, Path(folder, "tokenizer.json"))
     for file in _tokenizer_files(name):
         copied = Path(folder, file.relative_to(name))
         copied.parent.mkdir(exist_ok=True)
         shutil.copy(file, copied)
+    if not (name.endswith(".json") or os.path.isdir(name)):
+        return
+    # Of this class, transformers reads tokenizer.json as it is.
+    tok, _ = _load_hf_tokenizer(name)
+    tok.save(str(Path(folder, "tokenizer.json")))
+    path = Path(folder, "tokenizer_config.json")
+    settings = json.loads(path.read_bytes()) if path.is_file() else {}
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings.pop("auto_map", None)  # code
+    path.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    with contextlib.suppress(ImportError):
+        library = importlib.import_module("transformers")
+        loaded = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        text = "Don't read 1234567 of\n\n 'cafe\u0301'  as\tone."
+        expected = tok.encode(text, add_special_tokens=False).ids
+        if loaded.encode(text, add_special_tokens=False) != expected:
+            raise ValueError(f"tokenizer {name!r}: transformers reads it as "
+                             f"{type(loaded).__name__} beside this config.json, with other ids; "
+                             "use the tokenizer of that family, or another form of the model (of "
+                             "qwen2: no --qkv_bias)")
 
 
 # ---- names on the Hub

@@ -1601,7 +1601,7 @@ def _lora_product(x, w, name, cfg):
 
 
 def merge_lora(params, cfg):
-    """params without LoRA factors: their scaled product is added to each weight in float32."""
+    """params without LoRA factors: their scaled product is added to each weight, to float32."""
     merged = {name: x for name, x in params.items() if ".lora_" not in name}
     for name in merged:
         if f"{name}.lora_a" in params:
@@ -1609,7 +1609,7 @@ def merge_lora(params, cfg):
             a = params[f"{name}.lora_a"].astype(jnp.float32)
             b = params[f"{name}.lora_b"].astype(jnp.float32)
             product = cfg.lora_alpha / cfg.lora_rank * jnp.matmul(a, b, precision="highest")
-            merged[name] = (w + product).astype(params[name].dtype)
+            merged[name] = w + product
     return merged
 
 
@@ -1830,9 +1830,33 @@ HF_FAMILIES = {
     "qwen3_moe": {"n_experts", "qk_norm"},
 }
 
+HF_WINDOWLESS = ("llama", "olmo2")  # these ignore sliding_window
+
+# Values that transformers takes for entries that a config.json lacks, and others of a model_type.
+HF_DEFAULTS = {
+    "tie_word_embeddings": False,
+    "head_dim": None,
+    "num_key_value_heads": None,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "sliding_window": None,
+}
+HF_FAMILY_DEFAULTS = {
+    "phi3": {"rms_norm_eps": 1e-5},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+                "num_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128,
+                  "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
+}
+
 # Values in config.json or its rope_parameters that can be expressed; null always can. Biases and
 # layers without experts need no entry: their tensors are unknown or missing.
 HF_LEGAL = {
+    "is_causal": (True,),
     "hidden_act": ("silu", "swish"),
     "rope_type": ("default", "llama3"),
     "low_freq_factor": (ROPE_LOW_FREQ_FACTOR,),
@@ -1856,7 +1880,9 @@ def hf_fields(hf):
     names = HF_FIELDS
     if "n_experts" in form:
         names = names | HF_EXPERT_FIELDS
-    hf = _hf_defaults(hf) | hf
+    if "num_local_experts" in hf:
+        hf = {"num_experts": hf["num_local_experts"]} | hf
+    hf = HF_DEFAULTS | HF_FAMILY_DEFAULTS.get(family, {}) | hf
     # rope_scaling (transformers 4) or rope_parameters (5): its entries count as entries of hf.
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     hf |= {"rope_type": rope.get("type", "default")} | rope
@@ -1888,31 +1914,21 @@ def hf_fields(hf):
     return fields
 
 
-def _hf_defaults(hf):
-    """The values that transformers takes for entries that some files lack."""
-    family = hf["model_type"]
-    defaults = {"tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None,
-                "norm_topk_prob": family != "qwen3_moe"}
-    if "num_local_experts" in hf:
-        defaults["num_experts"] = hf["num_local_experts"]
-    if family in ("llama", "olmo2"):
-        defaults |= {"rope_theta": 1e4, "sliding_window": None}
-    return defaults
-
-
 def _hf_window(hf):
     """The sliding window of all layers; 0: none. Raises ValueError where layers may differ."""
     family = hf["model_type"]
-    # Llama has no window. Qwen has one only if use_sliding_window says so.
-    if family == "llama" or not hf.get("use_sliding_window", not family.startswith("qwen")):
+    # Qwen has a window only if use_sliding_window says so.
+    if family in HF_WINDOWLESS or not hf.get("use_sliding_window", not family.startswith("qwen")):
         return 0
     # Qwen2 and Qwen3 slide from the layer max_window_layers on, the others in all layers.
-    n_full = hf.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
-    layer_types = hf.get("layer_types") or ["full_attention"] * n_full
-    if hf["sliding_window"] and "full_attention" in layer_types:
+    n_layers = hf["num_hidden_layers"]
+    n_full = min(hf.get("max_window_layers", 28), n_layers) if family in ("qwen2", "qwen3") else 0
+    layer_types = hf.get("layer_types") or ["full"] * n_full + ["sliding"] * (n_layers - n_full)
+    windows = {0 if kind.startswith("full") else hf["sliding_window"] or 0 for kind in layer_types}
+    if len(windows) > 1:
         raise ValueError(f"config.json: sliding_window {hf['sliding_window']}: must apply to all "
                          "layers; see use_sliding_window, layer_types and max_window_layers")
-    return hf["sliding_window"] or 0
+    return windows.pop()
 
 
 def _hf_family(cfg):
@@ -1923,9 +1939,10 @@ def _hf_family(cfg):
         raise ValueError(f"no model of Hugging Face has {' with '.join(sorted(form))}: change one "
                          "of them")
     # Llama comes before Mistral: it has no window, and needs heads that divide d_model.
-    if cfg.sliding_window or cfg.d_model % cfg.n_heads:
-        return families[-1]
-    return families[0]
+    family = families[-1 if cfg.sliding_window or cfg.d_model % cfg.n_heads else 0]
+    if cfg.sliding_window and family in HF_WINDOWLESS:
+        raise ValueError(f"{family} of Hugging Face has no sliding_window")
+    return family
 
 
 def hf_config(cfg):
@@ -1995,7 +2012,9 @@ def split_fused(tensors, cfg):
     found = {}
     for tensor, x in tensors.items():
         layer, _, kind = tensor.removeprefix("model.layers.").partition(".")
-        if kind not in HF_FUSED:
+        names = HF_FUSED.get(kind, ())
+        if not names or any(table.get(name, {"shape": ()})["shape"][1:-2] != x.shape[:-2]
+                            for name in names):
             found[tensor] = x
             continue
         end = 0

@@ -22,6 +22,7 @@ import resource
 import runpy
 import signal
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -2168,6 +2169,8 @@ def open_hf(path, cfg):
 
     def read(like):
         tensors = ckpt.open_tensors(data.hub_path(path, weights=True))
+        if not any(name.startswith("model.") for name in tensors):  # as of embedding models
+            tensors = {f"model.{name}": x for name, x in tensors.items()}
         embed, unembed = model.HF_NAMES["embed"], model.HF_NAMES["unembed"]
         copy = tensors.get(unembed) if cfg.tie_embeddings else None
         if copy is not None and not np.array_equal(copy, tensors.get(embed)):
@@ -2195,9 +2198,6 @@ def export_hf(params, cfg):
     ckpt.check_export(cfg.export, written_by)
     hf_config = model.hf_config(cfg)
     pieces = model.hf_pieces(cfg)
-    if params is None:
-        return
-
     tokenizer = data.make_cfg_tokenizer(cfg)
     hf_config["torch_dtype"] = cfg.export_dtype
     hf_config["bos_token_id"] = tokenizer["bos"]
@@ -2213,6 +2213,10 @@ def export_hf(params, cfg):
         data.copy_tokenizer(cfg.tokenizer, folder)
         write_generation_config(folder / "generation_config.json", tokenizer)
 
+    if params is None:
+        with tempfile.TemporaryDirectory() as folder:
+            add_files(Path(folder))
+        return
     ckpt.write_export(
         cfg.export, written_by, model.merge_lora(params, cfg), pieces, cfg.export_dtype, add_files)
 

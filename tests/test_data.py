@@ -417,7 +417,7 @@ def test_tokenizer_errors(tmp_path):
     """
     small_bpe(tmp_path / "endless.json", "<pad>")
     write(tmp_path / "other.json", b'{"a": 1}')
-    for name, words in (("absent.json", "absent.json': has no tokenizer.json"),
+    for name, words in (("absent.json", "absent.json': no such file or folder"),
                         ("other.json", "cannot be read: expected")):
         with pytest.raises(ValueError, match=words) as e:
             data.make_tokenizer(str(tmp_path / name))
@@ -894,7 +894,7 @@ def test_documents_of_several_kinds(tmp_path):
     """Between a chat and a text is an eos that is not a label; between ids and a text, the end or
     the beginning of the text.
 
-    Break: data.py: n = append([eos], not is_text) => n = append([eos], False)
+    Break: data.py: n = append([eos], not has_eos) => n = append([eos], False)
     """
     library = chat_folder(tmp_path / "t")
     ours = data.make_tokenizer(str(tmp_path / "t"), "<|endoftext|>")

@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 import sys
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -18,7 +19,8 @@ import data
 import model
 import train
 from conftest import ROOT
-from test_data import chat_folder
+from test_data import chat_folder, make_bpe
+from test_real_data import make_metaspace, save_folder
 
 SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=24, vocab_size=40, max_position_embeddings=64, rms_norm_eps=1e-3,
@@ -246,8 +248,9 @@ REFUSED = {
              layer_types=["full_attention", "sliding_attention"]), ["sliding_window 8"]),
     "experts": (dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8),
                 ["norm_topk_prob False"]),
-    "missing": (dict(model_type="mixtral"),
-                ["num_experts: is missing", "sliding_window: is missing"]),
+    "missing": (dict(model_type="mixtral", rope_scaling={"rope_type": "llama3"}),
+                ["factor: is missing", "original_max_position_embeddings: is missing"]),
+    "attends in both directions": (dict(is_causal=False), ["is_causal False"]),
 }
 
 
@@ -265,14 +268,45 @@ def test_an_unsupported_config_json_is_refused(name):
 
 
 def test_qwen_sliding_windows_shared_by_all_layers_are_read():
-    """A sliding window is read if every layer uses it, and is 0 if use_sliding_window is off.
+    """A sliding window is read if every layer uses it, and is 0 if none does: if use_sliding_window
+    is off, and in families without one. An export of these with a window is refused.
 
-    Break: model.py: return hf["sliding_window"] or 0 => return 0
+    Break: model.py: return windows.pop() => return 0
     """
     hf = SIZES | dict(model_type="qwen2", use_sliding_window=True, sliding_window=8, rope_theta=1e4)
     for changes, window in ((dict(max_window_layers=0), 8), (dict(use_sliding_window=False), 0),
-                            (dict(layer_types=["sliding_attention"] * 2), 8)):
+                            (dict(layer_types=["sliding_attention"] * 2), 8),
+                            (dict(layer_types=["full_attention"] * 2), 0),
+                            (dict(max_window_layers=2), 0), (dict(max_window_layers=28), 0),
+                            (dict(model_type="olmo2"), 0), (dict(model_type="mistral"), 8)):
         assert model.hf_fields(hf | changes)["sliding_window"] == window
+    cfg = config.derive_text(config.Config(post_norm=True, sliding_window=8))
+    with pytest.raises(ValueError, match="olmo2 of Hugging Face has no sliding_window"):
+        model.hf_config(cfg)
+
+
+@pytest.mark.parametrize("family", model.HF_FAMILIES)
+def test_entries_that_a_config_json_lacks(family):
+    """They have the defaults of transformers.
+
+    Break: model.py: "mistral": {"num_key_value_heads": 8, "sliding_window": 4096}, =>
+    "mistral": {},
+    """
+    _, transformers = torch_and_transformers()
+    hf = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=32, intermediate_size=24,
+              vocab_size=40)
+    if family.startswith("qwen"):
+        hf |= dict(use_sliding_window=True, max_window_layers=0)
+    if family == "qwen3_moe":
+        hf["norm_topk_prob"] = True
+    whole = transformers.AutoConfig.for_model(family, **hf).to_dict()
+    fields = model.hf_fields(whole)
+    assert model.hf_fields({"model_type": family} | hf) == fields
+    assert fields["n_kv_heads"] == whole["num_key_value_heads"]
+    for name in whole:  # and each alone
+        if name not in hf and name not in ("model_type", "rope_parameters"):
+            rest = {other: x for other, x in whole.items() if other != name}
+            assert model.hf_fields(rest) == fields, name
 
 
 # ---- safetensors
@@ -362,13 +396,13 @@ def test_all_errors_of_tensors_are_listed(tmp_path):
     tensors, pieces, like = stack()
     del tensors["0.1.w"], tensors["1.2.w"]
     tensors |= {"1.1.w": np.zeros((7, 5), np.float32), "x.inv_freq": np.zeros(3, np.float32),
-                "strange": np.zeros(3, np.float32)}
+                "x.3.strange": np.zeros(3, np.float32), "x.4.strange": np.zeros(3, np.float32)}
     folder = stored(tmp_path / "hf", {"model.safetensors": tensors})
     with pytest.raises(ValueError) as error:
         ckpt.read_tensors(ckpt.open_tensors(folder), pieces, like, (".inv_freq",))
     assert str(error.value).split("\n  ")[1:] == [
-        "0.1.w is missing", "1.1.w is (7, 5) in the checkpoint, (5, 7) in this model",
-        "1.2.w is missing", "strange is not a tensor of this model"]
+        "0.*.w is missing", "1.*.w is (7, 5) in the checkpoint, (5, 7) in this model",
+        "1.*.w is missing", "x.*.strange is not a tensor of this model"]
 
 
 BAD_FILES = {
@@ -459,7 +493,7 @@ def test_a_run_tunes_and_exports_a_hugging_face_model(tiny, tmp_path, capsys):
     """
     torch, transformers = torch_and_transformers()
     make_hf_model("qwen3", tmp_path / "hf")
-    (tmp_path / "hf/tokenizer_config.json").write_text('{"model_max_length": 77}')
+    save_folder(tmp_path / "hf", model_max_length=77)
     began = []
     cfg = run_config(tiny, tmp_path, init_from=(str(tmp_path / "hf"),), export_every=2,
                      export=str(tmp_path / "exported"), tokenizer=str(tmp_path / "hf"),
@@ -478,7 +512,8 @@ def test_a_run_tunes_and_exports_a_hugging_face_model(tiny, tmp_path, capsys):
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert_close(jax_logits(params, plain, make_mesh(None)), hf_logits(back))
     assert back.config.max_position_embeddings == SIZES["max_position_embeddings"]
-    assert (tmp_path / "exported/tokenizer_config.json").read_text() == '{"model_max_length": 77}'
+    settings = json.loads((tmp_path / "exported/tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == 77
     half = dataclasses.replace(cfg, mode="export", export_dtype="bfloat16")
     assert train.main(half)["exit_code"] == 0
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
@@ -517,22 +552,39 @@ def test_a_run_uses_the_tokenizer_of_init_from(tiny, tmp_path, llama_folder):
     assert chosen(tokenizer="another") == "another"
 
 
-def test_an_export_copies_the_tokenizer(tmp_path):
-    """An export copies the files of a Hugging Face tokenizer. For the byte tokenizer it has none.
+@pytest.mark.parametrize("family", model.HF_FAMILIES)
+def test_an_export_encodes_as_the_run_did(family, tmp_path):
+    """transformers gives the ids of the run for the tokenizer of an export, of each model_type. For
+    the byte tokenizer an export has none. Where transformers cannot, the export is refused.
 
-    Break: data.py: shutil.copy(name, Path(folder, "tokenizer.json")) => pass
+    Break: data.py: settings["tokenizer_class"] = "PreTrainedTokenizerFast" => pass
     """
-    folder, out = tmp_path / "hf", tmp_path / "out"
-    for each in (folder, out):
-        each.mkdir()
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "notes.md").write_text("not of the tokenizer")
-    for tokenizer in (folder, folder / "tokenizer.json"):
-        data.copy_tokenizer(str(tokenizer), out)
-        assert [path.name for path in out.iterdir()] == ["tokenizer.json"]
-        (out / "tokenizer.json").unlink()
-    data.copy_tokenizer("bytes", out)
-    assert not list(out.iterdir())
+    _, transformers = torch_and_transformers()
+    text = "Numbers 1222, low  lowest\n\tlow\u00e9 and 2024"
+    for make, tokenizer_class in ((make_bpe, "GPT2Tokenizer"), (make_bpe, "Qwen2Tokenizer"),
+                                  (make_bpe, ""), (make_metaspace, "LlamaTokenizer"),
+                                  (make_metaspace, "of code")):
+        folder = tmp_path / f"{make.__name__} {tokenizer_class}"
+        settings = {"tokenizer_class": tokenizer_class}
+        if tokenizer_class == "of code":
+            settings["auto_map"] = {"AutoTokenizer": ["a.A", None]}
+        save_folder(folder, None, make(), **settings)
+        name = str(folder if tokenizer_class else folder / "tokenizer.json")
+        export = Path(f"{folder} export")
+        export.mkdir()
+        (export / "config.json").write_text(json.dumps({"model_type": family}))
+        if family == "qwen2" and tokenizer_class != "Qwen2Tokenizer":
+            with pytest.raises(ValueError, match="reads it as Qwen2Tokenizer beside this config"):
+                data.copy_tokenizer(name, export)
+            continue
+        data.copy_tokenizer(name, export)
+        loaded = transformers.AutoTokenizer.from_pretrained(export)
+        tokenizer = data.make_tokenizer(name)
+        assert loaded.encode(text, add_special_tokens=False) == tokenizer["encode"](text).tolist()
+        assert sorted(path.name for path in export.iterdir()) == [
+            "config.json", "tokenizer.json", "tokenizer_config.json"]
+    data.copy_tokenizer("bytes", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_lora_is_exported_merged(tiny, tmp_path):
