@@ -908,20 +908,13 @@ def _token_cache_folder(cfg):
     return cfg.token_cache or os.path.join(home, "data")
 
 
-# Sections of this file that decide which tokens come from a file and a tokenizer. An edit of them
-# changes the names in the token cache; one of the whole file would tokenize large data again.
-READER_SECTIONS = ("text files to tokens", "the tokenizer", "rows of token ids",
-                   "prompts and chats", "file formats", "tokenizers")
+# Part of the names in the token cache. Raise it when the same files give other tokens than before.
+READER_VERSION = 1
 
 
 def _cache_key(paths, tokenizer, columns):
-    """Name of the tokens of these files: a hash of their content, the columns, the tokenizer, and
-    the source of READER_SECTIONS.
-    """
-    source = Path(__file__).read_text(encoding="utf-8")
-    parts = re.split(r"(?m)^# ---- (.+)$", source)  # each banner, then its text
-    sections = dict(zip(parts[1::2], parts[2::2]))
-    content = [sections.get(banner) for banner in READER_SECTIONS]
+    """Name of the tokens of these files: a hash of their content, the columns and the tokenizer."""
+    content = [READER_VERSION]
     for file in chain.from_iterable(map(_files_of, paths)):
         identity = [file.suffixes[-2:], *content_id(file)]
         # The time of the last change stands for the content beyond the first MiB. It is the one
@@ -1779,7 +1772,7 @@ def render_chat(messages, tools, tokenizer, n_prompt=0):
     # Each answer has a span, after that of the answer before.
     end = 0
     for i, (first, last) in zip(answers, spans):
-        is_lost = first >= last and messages[i].get("content", "").strip()
+        is_lost = first >= last and (messages[i].get("content") or "").strip()
         if first < end or is_lost or len(spans) != len(answers):
             raise ValueError(f"message {i + 1}: {UNDECIDED}")
         end = last
@@ -1852,21 +1845,29 @@ def _answer_span(render, messages, text, i, tokenizer):
     """
     mark, history_mark = islice(_numbers_not_in(text), 2)
     history, following = messages[:i], messages[i + 1 :]
-    marked = _with_mark(messages[i], mark)
-    _, after = _around(mark, render([*history, marked, *following]))
-    _, last_after = _around(mark, render([*history, marked]))
-    ending = _ending(render, [*history, marked], after, last_after, mark, tokenizer)
-
-    # Without a special token in its ending, an answer ends at the one of the message that follows.
-    plain_ending = ending
+    answer = {"role": "assistant", "content": mark}
+    _, last_after = _around(mark, render([*history, answer]))
+    ending = _ending(render, [*history, answer], last_after, mark, tokenizer)
+    has_end = _special_end(ending, tokenizer) > 0
     if "tool_calls" in messages[i]:
-        _, plain_ending = _around(mark, render([*history, {"role": "assistant", "content": mark}]))
-    has_end = _special_end(plain_ending, tokenizer) > 0
-    n = len(ending)
-    if not has_end:
-        n = _n_common(last_after, after)
+        if ending != last_after.rstrip():
+            raise ValueError("the template writes a header after the last answer")
+        answer = _with_mark(messages[i], mark)
+        _, last_after = _around(mark, render([*history, answer]))
+        ending = last_after.rstrip()
+
+    after = last_after
+    if following:
+        _, after = _around(mark, render([*history, answer, *following]))
+    n = _n_common(after, last_after if not has_end else ending)
+    is_same = after.startswith(ending)
+    if not is_same:  # the last answer ends in another way, as in Phi's templates
+        n = _special_end(after[:n], tokenizer)
+    if not has_end or not n:  # the special token of the message that follows may end it
         stop = _special_token(after[n:].lstrip(), tokenizer)
         n = after.index(stop, n) + len(stop)
+    if not is_same and (not n or "tool_calls" in messages[i]):
+        raise ValueError("the template ends the last answer in another way")
     if not text.endswith(after[n:]):
         raise ValueError("it changes the text after it")
     first = _answer_start(render, messages, text, i, mark, history_mark, ending, tokenizer)
@@ -1900,37 +1901,31 @@ def _around(mark, text):
     return before, after
 
 
-def _ending(render, messages, after, last_after, mark, tokenizer):
-    """The beginning of `after`, the text after an answer in its conversation, that ends the answer.
-
-    messages: those up to the answer, which has the mark. last_after: the text after it if the
-    conversation ends there.
+def _ending(render, messages, last_after, mark, tokenizer):
+    """The text that ends an answer, the last of `messages`, which is a mark. last_after: the text
+    after it.
     """
     ending = last_after.rstrip()
-    # Some templates always write the header of one more answer.
+    prompted = ""
     if ending != _special_token(ending, tokenizer):
         _, prompted = _around(mark, render(messages, add_generation_prompt=True))
-        if prompted == last_after:
-            question = {"role": "user", "content": "?"}
-            _, before_question = _around(mark, render([*messages, question]))
-            if not before_question.startswith(ending):
-                common = ending[: _n_common(before_question, ending)]
-                stop = _special_token(common.lstrip(), tokenizer)
-                if not stop:
-                    raise ValueError("the template writes a header after the last answer")
-                ending = common[: common.index(stop) + len(stop)]
-    # The last answer may end in another way than others, as in the templates of Phi and gpt-oss.
-    if not after.startswith(ending):
-        common = ending[: _n_common(after, ending)]
-        ending = common[: _special_end(common, tokenizer)] or _special_token(after, tokenizer)
-        if common.strip() and not ending:
-            raise ValueError("the template ends the last answer in another way")
-    return ending
+    if prompted != last_after:
+        return ending
+    # Some templates always write the header of one more answer.
+    question = {"role": "user", "content": "?"}
+    _, before_question = _around(mark, render([*messages, question]))
+    if before_question.startswith(ending):
+        return ending
+    common = ending[: _n_common(before_question, ending)]
+    stop = _special_token(common.lstrip(), tokenizer)
+    if not stop:
+        raise ValueError("the template writes a header after the last answer")
+    return common[: common.index(stop) + len(stop)]
 
 
 def _answer_start(render, messages, text, i, mark, history_mark, ending, tokenizer):
     """Where the answer messages[i] begins in `text`: where the prompt for it ends."""
-    history, following = messages[:i], messages[i + 1 :]
+    history = messages[:i]
     prompt = unprompted = None
     with contextlib.suppress(ValueError):  # as of no messages, or of a system message alone
         prompt = render(history, add_generation_prompt=True)
@@ -1944,12 +1939,12 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, tokeniz
     if opening and text.startswith(prompt):
         return len(prompt)
 
-    answer = {"role": "assistant", "content": mark}
+    answer = [{"role": "assistant", "content": mark}, *messages[i + 1 :]]
     try:
-        before, _ = _around(mark, render([*history, answer, *following]))
+        before, _ = _around(mark, render([*history, *answer]))
     except ValueError:  # as for the result of a tool without a call
-        answer = _with_mark(messages[i], mark)
-        before, _ = _around(mark, render([*history, answer, *following]))
+        answer = answer[:1]
+        before, _ = _around(mark, render([*history, *answer]))
     # Without a prompt, it begins where the text differs from that before the mark.
     if not opening:
         start = _n_common(text, before)
@@ -1962,10 +1957,8 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, tokeniz
     # Otherwise, as earlier answers lose their thoughts or the prompt opens one: after as much of
     # the prompt's opening as the header has, the text after the message before.
     copy = [*history[:-1], _with_mark(history[-1], history_mark)]
-    before_copy, _ = _around(mark, render([*copy, answer, *following]))
-    header = before[_n_common(before, unprompted) :]
-    if history_mark in before_copy:
-        header = before_copy.rpartition(history_mark)[2]
+    before_copy, _ = _around(mark, render([*copy, *answer]))
+    header = before_copy.rpartition(history_mark)[2]
     n = next(n for n in range(len(opening), -1, -1) if opening[:n] in header)
     n = _token_start(opening, n, tokenizer)
     at = header.rfind(opening[:n]) if n else 0

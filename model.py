@@ -1833,14 +1833,8 @@ HF_FAMILIES = {
 HF_WINDOWLESS = ("llama", "olmo2")  # these ignore sliding_window
 
 # Values that transformers takes for entries that a config.json lacks, and others of a model_type.
-HF_DEFAULTS = {
-    "tie_word_embeddings": False,
-    "head_dim": None,
-    "num_key_value_heads": None,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "sliding_window": None,
-}
+HF_DEFAULTS = {"tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None,
+               "rms_norm_eps": 1e-6, "rope_theta": 1e4, "sliding_window": None}
 HF_FAMILY_DEFAULTS = {
     "phi3": {"rms_norm_eps": 1e-5},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},

@@ -310,7 +310,7 @@ def test_labels_of_forms(tmp_path):
     special token that ends the answer: its own, that of the next message, or the one that ends the
     document. What cannot be decided is refused.
 
-    Break: data.py: n = _n_common(last_after, after) => n = len(ending)
+    Break: data.py: n = _n_common(after, last_after if not has_end else ending) => n = len(ending)
     """
     for (head, header), (end, ending), prompt in itertools.product(
             HEADERS.items(), ENDINGS.items(), PROMPTS):
