@@ -2006,13 +2006,14 @@ def split_fused(tensors, cfg):
     found = {}
     for tensor, x in tensors.items():
         layer, _, kind = tensor.removeprefix("model.layers.").partition(".")
-        names = HF_FUSED.get(kind, ())
-        if not names or any(table.get(name, {"shape": ()})["shape"][1:-2] != x.shape[:-2]
-                            for name in names):
+        # Experts have one dim more than a dense layer.
+        names = [name for name in HF_FUSED.get(kind, ())
+                 if name in table and len(table[name]["shape"]) == x.ndim + 1]
+        if not names:
             found[tensor] = x
             continue
         end = 0
-        for name in HF_FUSED[kind]:
+        for name in names:
             start = end
             end += table[name]["shape"][-1]
             for index in np.ndindex(*x.shape[:-2]):  # of an expert; () without experts

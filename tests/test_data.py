@@ -744,6 +744,45 @@ def test_bytes_per_token(tmp_path):
     assert data.bytes_per_token(parts[0]) > 1.5 * data.bytes_per_token(parts[1])
 
 
+@pytest.mark.parametrize("bos", [None, "<s>"])
+def test_a_text_that_brings_its_ends(bos, tmp_path):
+    """A begin or end token in a text, pair or row of ids is the one that the document has anyway,
+    and counts as one byte. One within a text stays.
+
+    Break: data.py: _cut_ends(record, eos if bos is None else bos, eos, is_first, tokenizer) => pass
+    """
+    tok = make_bpe()
+    if bos:
+        tok.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tok.token_to_id(bos))])
+    tok.save(str(tmp_path / "tok.json"))
+    tokenizer = data.make_tokenizer(str(tmp_path / "tok.json"))
+    end = "<|endoftext|>"
+    begin = bos or end
+    assert (tokenizer["bos"], tokenizer["eos"]) == (bos and tok.token_to_id(bos), 0)
+
+    def read(name, rows):
+        dataset = tokenized(write_rows(tmp_path / name, rows), tokenizer=tokenizer, seq_len=4,
+                            folder=tmp_path / "p")
+        shard, = dataset["shards"]
+        ignored = shard.get("ignored", np.zeros(len(shard["tokens"])))
+        return shard["tokens"].tolist(), ignored.tolist(), data.bytes_per_token(dataset)
+
+    texts = [f"low {i} of <think> lower" for i in range(9)]
+    plain = read("plain.jsonl", [{"text": text} for text in texts])
+    for form in (begin + "{}" + end, begin + "{}", "{}" + end):
+        brought = read("brought.jsonl", [{"text": form.format(text)} for text in texts])
+        assert brought[:2] == plain[:2] and np.isclose(brought[2], plain[2], rtol=1e-3), form
+    pairs = [read("pair.jsonl", 3 * [{"prompt": first + "low", "completion": " lower" + last}])
+             for first, last in (("", ""), (begin, end))]
+    assert pairs[0][:2] == pairs[1][:2]
+    # Rows of ids have as many bytes as the texts of these ids.
+    frame = [tokenizer["bos"]] * bool(bos)
+    ids = read("ids.jsonl", [{"input_ids": [*frame, *tok.encode(
+        text, add_special_tokens=False).ids, 0]} for text in texts])
+    assert np.isclose(ids[2], plain[2], rtol=1e-2)
+
+
 # ---- packing
 
 @pytest.fixture

@@ -189,6 +189,36 @@ def test_fused_experts_are_read(name, tmp_path):
     assert all((plain[key] == fused[key]).all() for key in plain)
 
 
+@pytest.mark.parametrize("name, words", [
+    ("mixtral", r"block_sparse_moe.*|experts.*"), ("qwen3_moe", r"mlp\.(gate|experts)")])
+def test_experts_under_a_dense_family_are_refused(name, words, tmp_path):
+    """Tensors of experts, fused or not, are no tensors of a dense model.
+
+    Break: model.py: if name in table and len(table[name]["shape"]) == x.ndim + 1] =>
+    if name in table]
+    """
+    make_hf_model(name, tmp_path / "hf", save_original_format=False)
+    config_json = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(config_json | {"model_type": "llama"}))
+    with pytest.raises(ValueError, match=rf"model.layers.\*.*({words}).* is not a tensor of this"):
+        read_params(tmp_path / "hf", read_config(tmp_path / "hf"), make_mesh(None))
+
+
+def test_weights_of_a_base_model_are_read(tmp_path):
+    """Names without "model.", as embedding models have them, are those of the same model.
+
+    Break: train.py: tensors = {f"model.{name}": x for name, x in tensors.items()} => pass
+    """
+    hf_model = make_hf_model("llama scaled", tmp_path / "whole")
+    hf_model.model.save_pretrained(tmp_path / "base")
+    assert "norm.weight" in read_files(tmp_path / "base")
+    cfg = read_config(tmp_path / "whole")
+    like = like_of(cfg, make_mesh(None), "float32")
+    whole, base = (train.open_hf(str(tmp_path / name), cfg)["read"](like)
+                   for name in ("whole", "base"))
+    assert all((whole[name] == base[name]).all() for name in whole)
+
+
 # ---- config.json
 
 HUB = {  # config.json files written by transformers 4, and the fields that they give
@@ -411,6 +441,7 @@ BAD_FILES = {
     "header of 2**62 bytes": lambda x: struct.pack("<Q", 2**62) + x[8:],
     "invalid JSON": lambda x: x[:8] + b"x" * 30 + x[38:],
     "offsets": lambda x: x.replace(b'"data_offsets":[0', b'"data_offsets":[4'),
+    "a type": lambda x: x.replace(b'"dtype":"F32"', b'"dtype":"I64"'),
 }
 
 
@@ -590,7 +621,7 @@ def test_an_export_encodes_as_the_run_did(family, tmp_path):
 def test_lora_is_exported_merged(tiny, tmp_path):
     """Merged weights have the logits of the model with LoRA in transformers.
 
-    Break: model.py: product = cfg.lora_alpha / cfg.lora_rank => product = cfg.lora_alpha
+    Break: model.py: merged[name] = w + product => merged[name] = (w + product).astype(a.dtype)
     """
     _, transformers = torch_and_transformers()
     cfg = tiny(lora_rank=2, lora_alpha=3.0, dtype="float32", qk_norm=False,
@@ -604,6 +635,10 @@ def test_lora_is_exported_merged(tiny, tmp_path):
     assert_close(logits, hf_logits(merged))
     base = {name: x * (not name.endswith(".lora_b")) for name, x in params.items()}
     assert np.abs(jax_logits(base, cfg, make_mesh(None)) - logits).max() > 0.01
+    # Weights in bfloat16 would round away what LoRA adds.
+    half = {name: x.astype(ml_dtypes.bfloat16) for name, x in params.items()}
+    w, a, b = (np.float64(half[f"layers.wq{end}"]) for end in ("", ".lora_a", ".lora_b"))
+    np.testing.assert_allclose(model.merge_lora(half, cfg)["layers.wq"], w + 1.5 * a @ b, rtol=1e-5)
 
 
 @pytest.mark.slow

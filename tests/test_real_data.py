@@ -612,6 +612,29 @@ def test_tools_in_tables(tmp_path):
                 f"<tool_call>{call}</tool_call><|im_end|>"), name
 
 
+def test_columns_of_json(tmp_path):
+    """Texts of Arrow's type JSON, as datasets 5 writes for fields of several types, are parsed.
+
+    Break: data.py: getattr(kind, "extension_name", "") == "arrow.json": => kind is None:
+    """
+    tokenizer = chat_tokenizer(tmp_path / "t")
+    rows = [{"messages": [said("user", f"low {i}"), said("assistant", "lower")]} for i in range(3)]
+    as_json = arrow.ExtensionArray.from_storage(
+        arrow.json_(), arrow.array([json.dumps(row["messages"]) for row in rows]))
+    items = [message for row in rows for message in row["messages"]]
+    contents = arrow.ExtensionArray.from_storage(
+        arrow.json_(), arrow.array([json.dumps(item["content"]) for item in items]))
+    structs = arrow.StructArray.from_arrays(
+        [arrow.array([item["role"] for item in items]), contents], ["role", "content"])
+    wanted = tokenized(write_rows(tmp_path / "a.jsonl", rows), tokenizer, tmp_path)[1]
+    for column in (as_json, arrow.ListArray.from_arrays([0, 2, 4, 6], structs)):
+        table = arrow.table({"messages": column})
+        parquet.write_table(table, tmp_path / "a.parquet")
+        write_stream(tmp_path / "a.arrow", table, arrow.ipc.new_stream)
+        for name in ("a.parquet", "a.arrow"):
+            assert tokenized(tmp_path / name, tokenizer, tmp_path)[1] == wanted
+
+
 def write_stream(path, table, write):
     with write(path, table.schema) as stream:
         stream.write_table(table)
@@ -1215,6 +1238,7 @@ def save_split(path, texts):
     for file, part in zip(files, (texts[:1], texts[1:])):
         write_stream(path / file["filename"], arrow.table({"text": part}), arrow.ipc.new_stream)
     (path / "state.json").write_text(json.dumps({"_data_files": files}))
+    (path / ".ipynb_checkpoints").mkdir()
 
 
 def test_folders_with_splits(tmp_path):
