@@ -621,7 +621,8 @@ def test_an_export_encodes_as_the_run_did(family, tmp_path):
 def test_lora_is_exported_merged(tiny, tmp_path):
     """Merged weights have the logits of the model with LoRA in transformers.
 
-    Break: model.py: merged[name] = w + product => merged[name] = (w + product).astype(a.dtype)
+    Break: model.py: merged[name] = w + product =>
+    merged[name] = (w + product).astype(params[name].dtype)
     """
     _, transformers = torch_and_transformers()
     cfg = tiny(lora_rank=2, lora_alpha=3.0, dtype="float32", qk_norm=False,
