@@ -1758,6 +1758,7 @@ def render_chat(messages, tools, tokenizer, n_prompt=0):
     Raises ValueError for a message that is not in the text, or that it cannot find there.
     """
     messages, render, text = _open_chat(messages, tools, tokenizer)
+    special = tokenizer["chat"]()["special"]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     spans = render(messages, marked=True)
     if spans is not None and not n_prompt:
@@ -1767,7 +1768,7 @@ def render_chat(messages, tools, tokenizer, n_prompt=0):
         spans = []
         for i in answers:
             with as_value_error(f"message {i + 1}: {UNDECIDED}", ValueError):
-                first, last, has_end = _answer_span(render, messages, text, i, tokenizer)
+                first, last, has_end = _answer_span(render, messages, text, i, special)
             spans.append((first, last))
     # Each answer has a span, after that of the answer before.
     end = 0
@@ -1835,7 +1836,7 @@ def _check_rendered(render, messages, text):
                                  f"tool_calls, such as {name}; remove them")
 
 
-def _answer_span(render, messages, text, i, tokenizer):
+def _answer_span(render, messages, text, i, special):
     """(first, last, has_end) of the answer messages[i] in `text`, the rendered conversation.
 
     [first, last) are its characters, from where the prompt for it ends to the mark that ends it.
@@ -1847,8 +1848,8 @@ def _answer_span(render, messages, text, i, tokenizer):
     history, following = messages[:i], messages[i + 1 :]
     answer = {"role": "assistant", "content": mark}
     _, last_after = _around(mark, render([*history, answer]))
-    ending = _ending(render, [*history, answer], last_after, mark, tokenizer)
-    has_end = _special_end(ending, tokenizer) > 0
+    ending = _ending(render, [*history, answer], last_after, mark, special)
+    has_end = _special_end(ending, special) > 0
     if "tool_calls" in messages[i]:
         if ending != last_after.rstrip():
             raise ValueError("the template writes a header after the last answer")
@@ -1862,15 +1863,15 @@ def _answer_span(render, messages, text, i, tokenizer):
     n = _n_common(after, last_after if not has_end else ending)
     is_same = after.startswith(ending)
     if not is_same:  # the last answer ends in another way, as in Phi's templates
-        n = _special_end(after[:n], tokenizer)
+        n = _special_end(after[:n], special)
     if not has_end or not n:  # the special token of the message that follows may end it
-        stop = _special_token(after[n:].lstrip(), tokenizer)
+        stop = _special_token(after[n:].lstrip(), special)
         n = after.index(stop, n) + len(stop)
     if not is_same and (not n or "tool_calls" in messages[i]):
         raise ValueError("the template ends the last answer in another way")
     if not text.endswith(after[n:]):
         raise ValueError("it changes the text after it")
-    first = _answer_start(render, messages, text, i, mark, history_mark, ending, tokenizer)
+    first = _answer_start(render, messages, text, i, mark, history_mark, ending, special)
     return first, len(text) - len(after[n:]), has_end or bool(following)
 
 
@@ -1901,13 +1902,13 @@ def _around(mark, text):
     return before, after
 
 
-def _ending(render, messages, last_after, mark, tokenizer):
+def _ending(render, messages, last_after, mark, special):
     """The text that ends an answer, the last of `messages`, which is a mark. last_after: the text
     after it.
     """
     ending = last_after.rstrip()
     prompted = ""
-    if ending != _special_token(ending, tokenizer):
+    if ending != _special_token(ending, special):
         _, prompted = _around(mark, render(messages, add_generation_prompt=True))
     if prompted != last_after:
         return ending
@@ -1917,13 +1918,13 @@ def _ending(render, messages, last_after, mark, tokenizer):
     if before_question.startswith(ending):
         return ending
     common = ending[: _n_common(before_question, ending)]
-    stop = _special_token(common.lstrip(), tokenizer)
+    stop = _special_token(common.lstrip(), special)
     if not stop:
         raise ValueError("the template writes a header after the last answer")
     return common[: common.index(stop) + len(stop)]
 
 
-def _answer_start(render, messages, text, i, mark, history_mark, ending, tokenizer):
+def _answer_start(render, messages, text, i, mark, history_mark, ending, special):
     """Where the answer messages[i] begins in `text`: where the prompt for it ends."""
     history = messages[:i]
     prompt = unprompted = None
@@ -1932,9 +1933,9 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, tokeniz
         unprompted = render(history)
     opening = ""
     if prompt:
-        n_same = _token_start(prompt, _n_common(prompt, unprompted), tokenizer)
+        n_same = _token_start(prompt, _n_common(prompt, unprompted), special)
         opening = prompt[n_same:].lstrip()
-    if opening and (_special_token(opening, tokenizer) or opening) in ending:
+    if opening and (_special_token(opening, special) or opening) in ending:
         raise ValueError("the template writes it in two parts")
     if opening and text.startswith(prompt):
         return len(prompt)
@@ -1960,7 +1961,7 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, tokeniz
     before_copy, _ = _around(mark, render([*copy, *answer]))
     header = before_copy.rpartition(history_mark)[2]
     n = next(n for n in range(len(opening), -1, -1) if opening[:n] in header)
-    n = _token_start(opening, n, tokenizer)
+    n = _token_start(opening, n, special)
     at = header.rfind(opening[:n]) if n else 0
     start = len(before) - len(header) + at
     if not text.startswith(before[:start]):
@@ -1984,23 +1985,21 @@ def _n_common(text, other):
     return len(os.path.commonprefix([text, other]))  # noqa: RUF071
 
 
-def _special_token(text, tokenizer):
-    """The special token with which a text begins, or an empty text."""
-    found = [token for token in tokenizer["special_tokens"] if text.startswith(token)]
-    return max(found, key=len, default="")
+def _special_token(text, special):
+    """The special token with which a text begins, or an empty text. special: their pattern."""
+    found = special.match(text)
+    return found[0] if found else ""
 
 
-def _special_end(text, tokenizer):
+def _special_end(text, special):
     """The end of the last special token in a text; 0 without one."""
-    return max((text.rfind(token) + len(token) for token in tokenizer["special_tokens"]
-                if token.strip() and token in text), default=0)
+    return max((found.end() for found in special.finditer(text)), default=0)
 
 
-def _token_start(text, n, tokenizer):
+def _token_start(text, n, special):
     """The start of the special token that text[:n] cuts, or n."""
-    cut = [start for token in tokenizer["special_tokens"]
-           if (start := text.rfind(token, 0, n + len(token) - 1)) > n - len(token) and start >= 0]
-    return min(cut, default=n)
+    cut = (found.start() for found in special.finditer(text) if found.start() < n < found.end())
+    return next(cut, n)
 
 
 def _parsed(value):
@@ -2217,7 +2216,7 @@ def turn_ends(tokenizer):
         _, *rests = template["render"](turn * 2, None).split(answer)
     except ValueError:  # e.g. a template that needs tools; the declared ends remain
         return set()
-    ends = [_special_token(rest.lstrip(), tokenizer) for rest in rests]
+    ends = [_special_token(rest.lstrip(), template["special"]) for rest in rests]
     return {tokenizer["special_tokens"][end] for end in ends if end}
 
 
@@ -2542,10 +2541,13 @@ def _load_chat_template(loaded):
     """The chat template of a tokenizer of transformers, or None: {
         "render": (messages, tools, add_generation_prompt=False) -> text; with marked=True [first,
             last) of the characters between its marks {% generation %}, None if it has no marks,
-        "source": tools -> text of the template, without comments}.
+        "source": tools -> text of the template, without comments,
+        "special": pattern of the tokenizer's special tokens}.
     """
     if not loaded or not loaded.chat_template:
         return None
+    longest_first = sorted(loaded.added_tokens_encoder, key=len, reverse=True)
+    special = re.compile("|".join(map(re.escape, filter(str.strip, longest_first))) or "(?!)")
     library = require("transformers.utils.chat_template_utils", "a chat")
 
     def source(tools):
@@ -2561,7 +2563,7 @@ def _load_chat_template(loaded):
                 add_generation_prompt=add_generation_prompt, **loaded.special_tokens_map)
         return spans[0] if marked else texts[0]
 
-    return {"render": render, "source": source}
+    return {"render": render, "source": source, "special": special}
 
 
 def copy_tokenizer(name, folder):
