@@ -1522,9 +1522,10 @@ def _describe_packing(dataset):
     n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in dataset["shards"]]) - 1
     n_used = np.concatenate([np.diff(shard["spans"]) for shard in dataset["shards"]]) - 1
     padding = 1 - n_used.sum() / (dataset["n"] * seq_format["seq_len"])
+    is_cut = n_used.sum() < n_tokens.sum()
+    cut = f" (--truncation {seq_format['truncation']})" if is_cut else ""
     return [f"{len(n_used):,} of {len(n_tokens):,} documents in {dataset['n']:,} sequences",
-            f"{n_used.sum():,} of {n_tokens.sum():,} tokens (--truncation "
-            f"{seq_format['truncation']}), {padding:.1%} padding"]
+            f"{n_used.sum():,} of {n_tokens.sum():,} tokens{cut}, {padding:.1%} padding"]
 
 
 # ---- token files
