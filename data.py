@@ -738,9 +738,9 @@ def _check_columns(row, form):
             has_meaning |= "weight" in name or _selects(value, row.get(form))
             has_meaning |= name == "label" and form != "input_ids"  # false: an answer to avoid
         if has_meaning and not _is_empty(value) and value != 1:
+            used = " ".join(f"{column}={column}" for column in form.split(", "))
             raise ValueError(f"no token would hold the column {name}, {value!r:.40}; remove "
-                             "it or such rows, or name the columns to use, as in --columns "
-                             "messages=messages")
+                             f"it or such rows, or name the columns to use: --columns {used}")
 
 
 def _selects(value, items):
@@ -1259,14 +1259,17 @@ def check_disjoint(sets):
 def _check_sequences(dataset):
     """Raise ValueError for a dataset or a shard without a sequence that has a label."""
     seq_len = dataset["seq_format"]["seq_len"]
+    advice = "a larger --seq_len, which cuts no label off"
+    if dataset["seq_format"]["packing"] == "stream":
+        advice = "--packing best_fit, or a smaller --seq_len"
     n_sequences = np.diff(dataset["cum_counts"], prepend=0)
     if not len(n_sequences):
         raise ValueError(f"no sequence of {seq_len + 1} tokens")
     for shard, n in zip(dataset["shards"], n_sequences):
         if not n or not has_label(shard):
             raise ValueError(f"{shard['name']}: has {len(shard['tokens'])} tokens, and no sequence "
-                             f"of {seq_len} with a label; use more data or another --seq_len (of "
-                             "prompts and chats, only completions and answers are labels)")
+                             f"of {seq_len} with a label; use more data, or {advice} (of prompts "
+                             "and chats, only completions and answers are labels)")
 
 
 def has_label(shard):
@@ -1948,12 +1951,13 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, special
         answer = answer[:1]
         before, _ = _around(mark, render([*history, *answer]))
     # Without a prompt, it begins where the text differs from that before the mark.
-    if not opening:
+    if not opening or not history:
         start = _n_common(text, before)
-        if unprompted and not text.startswith(unprompted):
-            raise ValueError("the template renders the messages before it in another way")
-        if unprompted and not before[len(unprompted) :].strip():
-            start = len(unprompted)
+        if unprompted and history:
+            if not text.startswith(unprompted):
+                raise ValueError("the template renders the messages before it in another way")
+            if not before[len(unprompted) :].strip():
+                start = len(unprompted)
         return start
 
     # Otherwise, as earlier answers lose their thoughts or the prompt opens one: after as much of

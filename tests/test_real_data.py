@@ -290,7 +290,8 @@ def form_template(header, ending, prompt):
     """A template of a form. A thought is written in the form of Qwen 3.5: only the last has one."""
     header_of_role = "{{ " + repr(header).replace("{}", "' + m.role + '") + " }}"
     answer = repr(header.format("assistant"))
-    template = "{% for m in messages %}" + header_of_role + (
+    begin = "{% if loop.first %}<s>{% endif %}" if "header_id" in header else ""
+    template = "{% for m in messages %}" + begin + header_of_role + (
         "{% if m.role != 'assistant' %}{{ m.content + " + repr(ending[0] or "\n") + " }}"
         "{% else %}{% set thought = m.reasoning_content or '' %}"
         "{% if thought and loop.last %}{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}"
@@ -343,6 +344,9 @@ def test_labels_of_forms(tmp_path):
             stop = re.match(stops, follows)
             assert second == written + "lower" + (stop[0] if stop else ending[1]), (form, text)
             assert record["has_end"] == bool(stop), form
+            # A chat may begin with an answer.
+            greeting = {"messages": [said("assistant", "<b>lo"), *row["messages"][2:]]}
+            assert labels_of(greeting, tokenizer) == [first, second], form
             # A sample begins where the labels do.
             asked = data.chat_prompt(row["messages"][:3], None, tokenizer)
             if not PROMPTS[prompt]:
