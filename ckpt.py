@@ -501,11 +501,11 @@ def broadcast_from_main(decide):
 # ---- errors
 
 @contextlib.contextmanager
-def _explain(text):
+def _explain(text, *more_kinds):
     """Raise errors of files and of TensorStore as ValueErrors that begin with a text."""
     try:
         yield
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, *more_kinds) as e:
         raise ValueError(f"{text}: {_message(e)}") from None
 
 
@@ -1320,7 +1320,8 @@ def open_tensors(folder):
         raise ValueError(f"{folder}: holds no model.safetensors; convert its pytorch_model.bin")
     tensors = {}
     for path in paths:
-        with _explain(f"{path}: cannot be read as safetensors"):
+        with _explain(f"{path}: cannot be read as safetensors", KeyError, TypeError,
+                      AttributeError):
             file = np.memmap(path, np.uint8, "r")
             start = 8 + int.from_bytes(file[:8], "little")
             header = json.loads(file[8:start].tobytes())

@@ -732,31 +732,43 @@ def _check_columns(row, form):
     """Raise ValueError for a column with a meaning for a model or a trainer that is not used: one
     of UNREAD_COLUMNS, and one that selects or weights the tokens of a row that is not a text.
     """
+    names = form.split(", ")
     for name, value in row.items():
         has_meaning = name in UNREAD_COLUMNS
-        if form != "text" and name not in form.split(", "):
-            has_meaning |= "weight" in name or _selects(value, row.get(form))
+        if form != "text" and name not in names:
+            has_meaning |= "weight" in name or _selects(value, row.get(names[-1]))
             has_meaning |= name == "label" and form != "input_ids"  # false: an answer to avoid
         if has_meaning and not _is_empty(value) and value != 1:
-            used = " ".join(f"{column}={column}" for column in form.split(", "))
+            used = " ".join(f"{column}={column}" for column in names)
             raise ValueError(f"no token would hold the column {name}, {value!r:.40}; remove "
                              f"it or such rows, or name the columns to use: --columns {used}")
 
 
 def _selects(value, items):
-    """Whether a column may mask, weight or divide the token ids or the messages of its row."""
-    if not _is_numbers(value) or len(value) < 2 or {*value} == {1}:
+    """Whether a column may mask, weight or divide the token ids or the messages of its row, each
+    perhaps written as JSON.
+    """
+    value, items = _numbers(value), _numbers(items) or items
+    if len(value) < 2 or {*value} == {1}:
         return False
-    if _is_numbers(items):  # zeros, as token types, and positions from 0 on say nothing
-        return {*value} != {0} and list(value) != list(range(len(items)))
-    return isinstance(items, list) and len(value) == len(items) and max(value) <= 1
+    if _numbers(items):  # zeros, as token types, and positions from 0 on say nothing
+        return {*value} != {0} and value != [*range(len(items))]
+    items = messages_in(items)
+    if not isinstance(items, list):
+        return False
+    answers = [x for x in items if isinstance(x, dict) and x.get("role") == "assistant"]
+    return len(value) in (len(items), len(answers)) and (min(value) <= 0 or max(value) <= 1)
 
 
-def _is_numbers(value):
-    """Whether a value is a list of numbers."""
-    if isinstance(value, np.ndarray):
-        return value.ndim == 1 and value.dtype.kind in "biuf"
-    return isinstance(value, list) and all(isinstance(x, int | float) for x in value)
+def _numbers(value):
+    """The list of numbers, or of numbers and nulls, in a column; [] if it holds something else."""
+    if isinstance(value, str) and re.fullmatch(r"\[[\s\d.,eE+\-nultrfas]*\]", value.strip()):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        value = value.tolist()
+    is_list = isinstance(value, list) and all(isinstance(x, int | float | None) for x in value)
+    return [x or 0 for x in value] if is_list else []
 
 
 # {form of a row: the columns that it must have}. Lists may also be written as JSON.
@@ -1634,6 +1646,8 @@ def _read_prompt_or_chat(form, row, tokenizer):
             completion = [{"role": "assistant", "content": completion}]
     else:
         completion = messages_in(_parsed(row[form]))
+        if not isinstance(completion, list):
+            raise ValueError(f"{form} must be a list of messages: {completion!r:.60}")
     if isinstance(prompt, str) and isinstance(completion, str):
         return {"kind": "pair", "text": prompt, "completion": completion}
     # Of a prompt and its completion, only the completion has labels.
@@ -1808,10 +1822,14 @@ def _open_chat(messages, tools, tokenizer, add_generation_prompt=False):
         with as_value_error(f"message {i}", ValueError):
             cleaned.append(_clean_message(message, source))
     render = partial(template["render"], tools=tools)
-    # Beside calls, templates expect no content, or null, or an empty text.
+    # Without a text beside calls, templates expect no content, or null, or an empty text.
+    bare = []
+    for message in cleaned:
+        is_bare = "tool_calls" in message and not message.get("content")
+        bare.append({name: x for name, x in message.items() if not is_bare or name != "content"})
     errors = []
-    for default in ({}, {"content": None}, {"content": ""}):
-        filled = [default | message for message in cleaned]
+    for more in (cleaned, {}, {"content": None}, {"content": ""}):
+        filled = cleaned if more is cleaned else [more | message for message in bare]
         try:
             text = render(filled, add_generation_prompt=add_generation_prompt)
             _check_rendered(partial(render, add_generation_prompt=add_generation_prompt), filled,
@@ -1835,7 +1853,7 @@ def _check_rendered(render, messages, text):
                                  "remove it")
         for call in message.get("tool_calls", []):
             name = call.get("function", call).get("name")
-            if str(name) not in text:
+            if not any(str(x) in text for x in (name, call.get("id")) if x):
                 raise ValueError(f"message {i + 1}: the chat template does not render its "
                                  f"tool_calls, such as {name}; remove them")
 
@@ -1941,7 +1959,8 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, special
         opening = prompt[n_same:].lstrip()
     if opening and (_special_token(opening, special) or opening) in ending:
         raise ValueError("the template writes it in two parts")
-    if opening and text.startswith(prompt):
+    # After another answer, a prompt may have no header.
+    if opening and text.startswith(prompt) and messages[i - 1]["role"] != "assistant":
         return len(prompt)
 
     answer = [{"role": "assistant", "content": mark}, *messages[i + 1 :]]
@@ -1964,17 +1983,18 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, special
     # the prompt's opening as the header has, the text after the message before.
     copy = [*history[:-1], _with_mark(history[-1], history_mark)]
     before_copy, _ = _around(mark, render([*copy, *answer]))
-    header = before_copy.rpartition(history_mark)[2]
+    texts = (before_copy, render(copy), render(copy, add_generation_prompt=True))
+    header, unprompted, prompt = (x.rpartition(history_mark)[2] for x in texts)
+    opening = prompt[_token_start(prompt, _n_common(prompt, unprompted), special) :].lstrip()
     n = next(n for n in range(len(opening), -1, -1) if opening[:n] in header)
-    n = _token_start(opening, n, special)
     at = header.rfind(opening[:n]) if n else 0
     start = len(before) - len(header) + at
     if not text.startswith(before[:start]):
         raise ValueError("it changes the text before it")
     n_found = _n_common(text[start:], opening)
-    if n_found == len(opening):
-        return start + n_found
-    n = min(n, n_found)
+    n = n_found if n_found == len(opening) else min(n, n_found)
+    if n < len(opening):  # not within a mark that only begins as one of the prompt
+        n = len(opening[: _token_start(opening, n, special)].rstrip("</["))
     if header[at + n :].strip():
         # What they have in common must not begin a question, too.
         question = header
@@ -2363,6 +2383,8 @@ def _without_nulls(value, kind=None):
     """
     if isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json":
         return json.loads(value)
+    if hasattr(kind, "item_type") and value is not None:  # of a map
+        return {name: _without_nulls(x, kind.item_type) for name, x in value}
     if isinstance(value, dict):
         kinds = {field.name: field.type for field in kind or ()}
         return {name: _without_nulls(x, kinds.get(name)) for name, x in value.items()
@@ -2392,7 +2414,7 @@ def write_rows(folder, name, rows, columns=()):
                 with as_value_error(f"data: {name} row {number}: not a dict that JSON can hold",
                                     AttributeError, TypeError, ValueError):
                     kept = {column: x for column, x in row.items()
-                            if is_read(column, columns) or (not columns and _is_numbers(x))}
+                            if is_read(column, columns) or (not columns and _numbers(x))}
                     if is_from_arrow:
                         kept = {column: _without_nulls(x) for column, x in kept.items()}
                     # Without a known column, the reader names those that the row has.

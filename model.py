@@ -1912,11 +1912,14 @@ def _hf_window(hf):
     """The sliding window of all layers; 0: none. Raises ValueError where layers may differ."""
     family = hf["model_type"]
     # Qwen has a window only if use_sliding_window says so.
-    if family in HF_WINDOWLESS or not hf.get("use_sliding_window", not family.startswith("qwen")):
+    is_off = family.startswith("qwen") and not hf.get("use_sliding_window")
+    if family in HF_WINDOWLESS or is_off:
         return 0
+    if family not in ("mistral", "qwen2", "qwen3"):  # the others ignore layer_types
+        return hf["sliding_window"] or 0
     # Qwen2 and Qwen3 slide from the layer max_window_layers on, the others in all layers.
     n_layers = hf["num_hidden_layers"]
-    n_full = min(hf.get("max_window_layers", 28), n_layers) if family in ("qwen2", "qwen3") else 0
+    n_full = min(hf.get("max_window_layers", 28), n_layers) if family != "mistral" else 0
     layer_types = hf.get("layer_types") or ["full"] * n_full + ["sliding"] * (n_layers - n_full)
     windows = {0 if kind.startswith("full") else hf["sliding_window"] or 0 for kind in layer_types}
     if len(windows) > 1:
@@ -2018,4 +2021,6 @@ def split_fused(tensors, cfg):
             end += table[name]["shape"][-1]
             for index in np.ndindex(*x.shape[:-2]):  # of an expert; () without experts
                 found[hf_names[name].format(layer, *index)] = x[index][start:end]
+        if end != x.shape[-2]:
+            raise ValueError(f"{tensor} has {x.shape[-2]} rows; must be {end}")
     return found

@@ -2140,7 +2140,8 @@ def config_from_hf(cfg):
         hf = read_hf_config(path)
         if not hf:
             continue
-        fields = model.hf_fields(hf)
+        with data.as_value_error(f"init_from {path}: config.json", AttributeError, TypeError):
+            fields = model.hf_fields(hf)
         errors = [config.field_error(cfg, name, f"is {value!r} in that folder; leave it out")
                   for name, value in fields.items()
                   if is_set[name] and getattr(cfg, name) != value]
@@ -2170,7 +2171,8 @@ def open_hf(path, cfg):
     def read(like):
         tensors = ckpt.open_tensors(data.hub_path(path, weights=True))
         if not any(name.startswith("model.") for name in tensors):  # as of embedding models
-            tensors = {f"model.{name}": x for name, x in tensors.items()}
+            head = model.HF_NAMES["unembed"]
+            tensors = {name if name == head else f"model.{name}": x for name, x in tensors.items()}
         embed, unembed = model.HF_NAMES["embed"], model.HF_NAMES["unembed"]
         copy = tensors.get(unembed) if cfg.tie_embeddings else None
         if copy is not None and not np.array_equal(copy, tensors.get(embed)):
