@@ -230,7 +230,7 @@ def test_labels_are_those_of_transformers(family, tmp_path):
     """Without marks in the template the labels are those that transformers takes from its marks; in
     random conversations few are refused, and no token outside the answers is a label.
 
-    Break: data.py: n = n_found if n_found == len(opening) else min(n, n_found) => n = n_found
+    Break: data.py: n = _special_end(after[:n], special) => pass
     """
     template = FAMILIES[family]
     tok = make_bpe()
@@ -357,7 +357,7 @@ def test_thoughts_that_the_prompt_drops(tmp_path):
     """Where only the prompt drops earlier thoughts, the header is found all the same; and of two
     answers in a row the second has one, though no prompt opens it.
 
-    Break: data.py: texts = (before_copy, render(copy), => texts = (before_copy, unprompted,
+    Break: data.py: opening = prompt[_token_start(prompt, => _ = prompt[_token_start(prompt,
     """
     header = "{{ '<|im_start|><|' + m.role + '|>' }}"
     template = ("{% for m in messages %}" + header + "{% if add_generation_prompt %}"
@@ -376,6 +376,23 @@ def test_thoughts_that_the_prompt_drops(tmp_path):
     row = {"messages": [USER, said("assistant", "a"), said("assistant", "b")]}
     with pytest.raises(ValueError, match="message 3: .*: the text before it is another than the p"):
         labels_of(row, chat_tokenizer(tmp_path / "u", template))
+
+
+def test_a_call_that_begins_like_a_thought(tmp_path):
+    """Where the prompt opens a thought, an answer that begins with the same letters is a label from
+    its first one on.
+
+    Break: data.py: n = n_found if n_found == len(opening) else min(n, n_found) => n = n_found
+    """
+    template = ("{# tools #}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+                "{% if m.role == 'assistant' and loop.last %}{{ '<thought>\n</thought>\n' }}"
+                "{% endif %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '<tool>' + c.function.name "
+                "+ (c.function.arguments | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+                "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<thought>\n' }}{% endif %}")
+    messages = [USER, said("assistant", None, tool_calls=CALL), said("tool", "3"),
+                said("assistant", "It is 3.")]
+    assert labels_of({"messages": messages}, chat_tokenizer(tmp_path / "t", template)) == [
+        '<tool>scale{"of": "low"}<|im_end|>', "</thought>\nIt is 3.<|im_end|>"]
 
 
 @pytest.mark.parametrize("has_bos", [False, True])
