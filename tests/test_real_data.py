@@ -230,7 +230,7 @@ def test_labels_are_those_of_transformers(family, tmp_path):
     """Without marks in the template the labels are those that transformers takes from its marks; in
     random conversations few are refused, and no token outside the answers is a label.
 
-    Break: data.py: n = _special_end(after[:n], special) => pass
+    Break: data.py: return start + n => return start
     """
     template = FAMILIES[family]
     tok = make_bpe()
@@ -384,11 +384,12 @@ def test_a_call_that_begins_like_a_thought(tmp_path):
 
     Break: data.py: n = n_found if n_found == len(opening) else min(n, n_found) => n = n_found
     """
-    template = ("{# tools #}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-                "{% if m.role == 'assistant' and loop.last %}{{ '<thought>\n</thought>\n' }}"
-                "{% endif %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '<tool>' + c.function.name "
-                "+ (c.function.arguments | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-                "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<thought>\n' }}{% endif %}")
+    template = (
+        "{# tools #}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.role == 'assistant' and loop.last %}{{ '<thought>\n</thought>\n' }}{% endif %}"
+        "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '<tool>' + c.function.name }}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<thought>\n' }}{% endif %}")
     messages = [USER, said("assistant", None, tool_calls=CALL), said("tool", "3"),
                 said("assistant", "It is 3.")]
     assert labels_of({"messages": messages}, chat_tokenizer(tmp_path / "t", template)) == [
