@@ -587,7 +587,7 @@ def _write_documents(records, tokenizer, files):
     Without a bos id, one eos stands between two texts and is part of both.
     With a bos id, each text has a bos and an eos of its own.
     A chat is written as its template renders it, and ids as they are; an eos around them is not
-    part of them, and not a label.
+    part of them, and not a label, unless nothing else ends the last answer of a chat.
     """
     bos = tokenizer["bos"]
     eos = tokenizer["eos"]
@@ -704,6 +704,7 @@ def read_record(row, where, tokenizer):
         "completion": of a pair,
         "n_bytes": of the text, or of both,
         "spans": of a chat: [first, last) of the characters that are labels,
+        "has_end": of a chat: False if no special token ends the answer at its end,
         "ids", "ignored": of token ids, see encode_records}.
 
     Raises ValueError naming `where` for a row without these columns, for a column that would reach
