@@ -1682,9 +1682,9 @@ def messages_in(value):
             messages = json.loads(value)
     if isinstance(messages, list):
         messages = [_with_role(_parsed(message)) for message in messages]
-    is_text = isinstance(value, str) and not all(
-        isinstance(message, dict) and message.get("role") in ROLES for message in messages)
-    return value if is_text else messages
+    is_chat = messages and all(isinstance(message, dict) and message.get("role") in ROLES
+                               for message in messages)
+    return value if isinstance(value, str) and not is_chat else messages
 
 
 # Names of roles in ShareGPT's form, {"from", "value"}.

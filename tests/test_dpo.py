@@ -17,7 +17,7 @@ import config
 import model
 import train
 from conftest import ROOT
-from test_real_data import chat_tokenizer, write_rows
+from test_real_data import chat_tokenizer, form_template, write_rows
 from test_recipes import assert_same_arrays, kill_at, killed_and_resumed
 
 sys.path.insert(0, str(ROOT / "tests/recipes"))
@@ -177,6 +177,10 @@ def test_rows_of_messages(tmp_path):
     batch = dpo.build_batch(pairs, np.zeros((len(rows), 2), np.float32), 200, [0])
     labels = batch["labels"][0, 1]
     assert decode(labels[labels != model.IGNORE]) == "lowest<|im_end|>low<|im_end|>"
+    # Where the template ends no answer, the end of a document does.
+    endless = chat_tokenizer(tmp_path / "u", form_template("<|{}|>\n", ("", ""), "header"))
+    (chosen, _), *_ = dpo.read_pairs((str(path),), dpo.DpoConfig(tokenizer=endless["name"]))
+    assert decode(chosen[0][chosen[1]]) == "lower<|endoftext|>"
     write_rows(path, [{"chosen": PROMPT + CHOSEN, "rejected": PROMPT + CHOSEN}])
     with pytest.raises(ValueError, match="line 1: chosen has no label: it needs"):
         dpo.read_pairs((str(path),), dpo.DpoConfig(tokenizer=tokenizer["name"]))

@@ -784,6 +784,8 @@ CHAT_ROWS = {
         'scale{"of": "low"}<|im_end|>a<|im_end|>'),
     "a completion that is JSON": ({"prompt": "low", "completion": '[{"from": "Rome"}]'},
                                   '[{"from": "Rome"}]<|endoftext|>'),
+    "a completion that is an empty list": ({"prompt": "low", "completion": "[]"},
+                                           "[]<|endoftext|>"),
     "an answer to avoid": ({"messages": [USER, said("assistant", "a")], "label": False},
                            "no token would hold the column label, False; remove it or such rows"),
     "an answer to learn": ({"messages": [USER, said("assistant", "a")], "label": True},

@@ -178,11 +178,12 @@ def encode_answer(row, tokenizer, where):
     """(ids, which of them are labels) of a row with a prompt and its completion."""
     record, = data.encode_records([data.read_record(row, where, tokenizer)], tokenizer)
     ids, ignored = record["ids"], record["ignored"]
-    if record["kind"] == "pair":
+    if record["kind"] == "pair" or not record["has_end"]:
         data.check_has_end(tokenizer, where)
+        ids, ignored = np.append(ids, tokenizer["eos"]), np.append(ignored, 0)
+    if record["kind"] == "pair":
         begin = tokenizer["eos"] if tokenizer["bos"] is None else tokenizer["bos"]
-        ids = np.concatenate([[begin], ids, [tokenizer["eos"]]])
-        ignored = np.concatenate([[1], ignored, [0]])
+        ids, ignored = np.append(begin, ids), np.append(1, ignored)
     is_label = np.asarray(ignored) == 0
     if not is_label.any():
         raise ValueError(f"{where} has no label: it needs a message of the assistant of its own "
