@@ -1676,15 +1676,15 @@ def _encode_pairs_and_chats(records, tokenizer):
 
 def messages_in(value):
     """The list of messages in a value, or in its JSON text; any other value unchanged."""
-    messages = value
+    if isinstance(value, list):
+        return [_with_role(_parsed(message)) for message in value]
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError, RecursionError):  # a text with brackets
-            messages = json.loads(value)
-    if isinstance(messages, list):
-        messages = [_with_role(_parsed(message)) for message in messages]
-    is_chat = messages and all(isinstance(message, dict) and message.get("role") in ROLES
-                               for message in messages)
-    return value if isinstance(value, str) and not is_chat else messages
+            messages = messages_in(json.loads(value))
+            if messages and all(isinstance(message, dict) and message.get("role") in ROLES
+                                for message in messages):
+                return messages
+    return value
 
 
 # Names of roles in ShareGPT's form, {"from", "value"}.
