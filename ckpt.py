@@ -34,6 +34,7 @@ FORMAT = 3  # of a checkpoint; raised where an older one cannot be read any more
 FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores and the disk busy
 CHUNK_BYTES = 2**20  # largest part of a file that has its own checksum and can be read alone
 SMALL_BYTES = 2**14  # largest array that is stored in meta.json; a file for each costs time
+BEGUN = b"begun"  # content of the file of a process that has not written its shards
 IN_FLIGHT = max(8, 2 * os.cpu_count())  # files written, or arrays read, at a time
 
 
@@ -113,12 +114,12 @@ def _write(root, meta, shards, max_to_keep, keep_period, log):
             _check_space(root, sum(shard["data"].nbytes for shard in shards))
         store = _open(root, step_name)
         # This file has two purposes. Its write fails for a bucket that does not exist, where
-        # TensorStore would try forever. With several processes, its content "written" will
-        # mean that this process has written its shards.
-        store.write(f"{save_id}.{rank}", b"begun").result()
+        # TensorStore would try forever. With several processes, its content will be the sums of
+        # the chunks that this process has written.
+        store.write(f"{save_id}.{rank}", BEGUN).result()
 
         # (1) Write the shards of this process, in the format zarr 3.
-        _write_shards(root, meta, shards, pending)
+        sums = _write_shards(root, meta, shards, pending)
         for write in pending:
             write.result()
         shards.clear()  # free the copies: another save may begin when this Future is resolved
@@ -126,9 +127,10 @@ def _write(root, meta, shards, max_to_keep, keep_period, log):
         # (2) Process 0 waits until all have written their shards. (3) It writes meta.json. The
         # others wait for that.
         if jax.process_count() > 1:
-            store.write(f"{save_id}.{rank}", b"written").result()
-            _wait_for_peers(store, save_id)
+            store.write(f"{save_id}.{rank}", json.dumps(sums).encode()).result()
+            sums += _wait_for_peers(store, save_id)
         if rank == 0:
+            _add_sums(meta, sums)
             _commit(root, store, meta)
     except (ValueError, OSError) as e:  # TensorStore raises ValueErrors
         error = _message(e)
@@ -185,6 +187,8 @@ def read_meta(root, step):
         meta = content["body"]
         if _checksum(meta) != content["crc32"]:
             raise ValueError("its checksum does not match")
+        if meta["step"] != step:
+            raise ValueError(f"it is of step {meta['step']}")
         if content.get("format") != FORMAT or not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]):
             raise ValueError("another version of Sixfile wrote it")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
@@ -328,9 +332,10 @@ def _check_space(root, n_bytes):
 
 def _write_shards(root, meta, shards, pending):
     """Create the arrays of shards, and write these, IN_FLIGHT files at a time; append all Futures
-    to `pending`.
+    to `pending`. Return [name, cell, sum] of each chunk.
     """
     arrays = {}
+    sums = []
     for shard in shards:
         name = shard["name"]
         if name not in arrays:
@@ -340,6 +345,10 @@ def _write_shards(root, meta, shards, pending):
         name = shard["name"]
         data = np.asarray(shard["data"])
         target = arrays[name].result()[shard["index"]]
+        chunk = meta["arrays"][name]["chunk"]
+        for part in _file_slices(data.shape, chunk):
+            cell = [(first + x.start) // n for first, x, n in zip(target.origin, part, chunk)]
+            sums.append([name, cell, _sum_of_bits(data[part])])
         target = target.translate_to[0]  # index from 0 again, as in data
         # One write per file: a single write of several files returns at its first error while the
         # others continue.
@@ -350,6 +359,35 @@ def _write_shards(root, meta, shards, pending):
                 pending[-IN_FLIGHT].result()
             pending.append(
                 target[part].write(data[part], can_reference_source_data_indefinitely=True))
+    return sums
+
+
+def _sum_of_bits(x):
+    """The sum of the 32-bit numbers in a chunk, modulo a prime: a constant is no 0. The crc32c in a
+    file says that its bytes are those that were written; this sum, in meta.json, that they are of
+    this array, place and step.
+    """
+    content = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    n = len(content) // 4 * 4
+    total = content[:n].view(np.uint32).sum(dtype=np.uint64)
+    return (int(total) + int.from_bytes(content[n:].tobytes(), "little")) % (2**32 - 5)
+
+
+def _add_sums(meta, sums):
+    """Add the sums of all chunks to meta, for each array as hexadecimal digits."""
+    grids = {}
+    for name, cell, chunk_sum in sums:
+        layout = meta["arrays"][name]
+        if name not in grids:
+            grids[name] = np.zeros(_grid(layout), np.uint32)
+        grids[name][tuple(cell)] = chunk_sum
+    for name, grid in grids.items():
+        meta["arrays"][name]["sums"] = grid.tobytes().hex()
+
+
+def _grid(layout):
+    """The number of chunks along each dim of an array."""
+    return [-(-size // n) for size, n in zip(layout["shape"], layout["chunk"])]
 
 
 def _checksum(meta):
@@ -407,7 +445,7 @@ def _load(root, meta, name, like):
         else:
             stored = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
         # Read each part that the sharding gives to this process, once, and put the parts together.
-        read = partial(_read_part, stored, like.dtype)
+        read = partial(_read_part, stored, layout, like.dtype)
         return _assemble(layout["shape"], getattr(like, "sharding", None), read)
 
 
@@ -430,14 +468,25 @@ def _check_fit(wanted, layouts, path):
                         f"{'; '.join(errors[:3])}")
 
 
-def _read_part(stored, dtype, *ranges):
+def _read_part(stored, layout, dtype, *ranges):
     """Read a range of each dim of a TensorStore or NumPy array, and convert it to dtype."""
-    part = stored[tuple(slice(r.start, r.stop) for r in ranges)]
-    if isinstance(part, ts.TensorStore):
-        memory = _new_array(part.shape, part.dtype.numpy_dtype)
-        ts.array(memory).write(part).result()
-        part = memory
-    return np.asarray(part, dtype)
+    if not isinstance(stored, ts.TensorStore):
+        return np.asarray(stored[tuple(slice(r.start, r.stop) for r in ranges)], dtype)
+    # Read whole chunks, as TensorStore does anyway, for their sums.
+    chunk = layout["chunk"]
+    firsts = [r.start // n * n for r, n in zip(ranges, chunk)]
+    lasts = [min(-(-r.stop // n) * n, size) for r, n, size in zip(ranges, chunk, stored.shape)]
+    part = stored[tuple(map(slice, firsts, lasts))]
+    memory = _new_array(part.shape, part.dtype.numpy_dtype)
+    ts.array(memory).write(part).result()
+    if "sums" in layout:  # earlier versions wrote none
+        sums = np.frombuffer(bytes.fromhex(layout["sums"]), np.uint32).reshape(_grid(layout))
+        for slices in _file_slices(memory.shape, chunk):
+            cell = tuple((first + x.start) // n for first, x, n in zip(firsts, slices, chunk))
+            if _sum_of_bits(memory[slices]) != sums[cell]:
+                raise ValueError(f"chunk {cell} is of another array, place or step")
+    inner = tuple(slice(r.start - first, r.stop - first) for r, first in zip(ranges, firsts))
+    return np.asarray(memory[inner], dtype)
 
 
 def _assemble(shape, sharding, read):
@@ -701,21 +750,26 @@ def is_shared(root):
 
 def _wait_for_peers(store, save_id):
     """Wait, on process 0, until every other process has written its shards, and on the others until
-    process 0 has committed. Raises OSError when a process has failed or takes too long.
+    process 0 has committed. Return the sums of the others on process 0, [] on those. Raises OSError
+    when a process has failed or takes too long.
     """
     is_main = jax.process_index() == 0
     # Process 0 is the first to give up, since its error names the process that is unfinished.
     timeout_s = PEER_TIMEOUT_S if is_main else 2 * PEER_TIMEOUT_S
     deadline = time.monotonic() + timeout_s
     unfinished = [*range(1, jax.process_count())] if is_main else [0]
+    sums = []
     while True:
         if is_main:
-            unfinished = [rank for rank in unfinished
-                          if _read(store, f"{save_id}.{rank}") != b"written"]
+            for rank in [*unfinished]:
+                content = _read(store, f"{save_id}.{rank}")
+                if content not in (b"", BEGUN):
+                    sums += json.loads(content)
+                    unfinished.remove(rank)
         elif _is_committed(store, save_id):
             unfinished = []
         if not unfinished:
-            return
+            return sums
         error = _read(store, f"{save_id}.failed")
         if error:
             raise OSError(error.decode())

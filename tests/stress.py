@@ -112,6 +112,18 @@ def count_kills(n_kills, seed, root):
 
 # ---- corruption
 
+def replace(root, file, rng):
+    """Put the file of another step in the place of a file."""
+    step, *rest = file.parts
+    other = root / rng.choice([name for name in os.listdir(root) if name != step])
+    if rest[0].startswith("save-"):
+        other = next(path for path in other.iterdir() if path.is_dir())
+        rest = rest[1:]
+    source = other.joinpath(*rest)
+    if source.exists():
+        shutil.copy(source, root / file)
+
+
 def corrupt(path, kind, rng):
     content = bytearray(path.read_bytes())
     if kind == "bit flipped":
@@ -133,9 +145,13 @@ def count_corruptions(n_corruptions, seed, root):
     for i in range(n_corruptions):
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(intact, path)
-        file, kind = files[i % len(files)], rng.choice(["bit flipped", "truncated", "deleted"])
+        file = files[i % len(files)]
+        kind = rng.choice(["bit flipped", "truncated", "deleted", "of another step"])
         step = int(file.parts[0])
-        corrupt(path / file, kind, rng)
+        if kind == "of another step":
+            replace(path, file, rng)
+        else:
+            corrupt(path / file, kind, rng)
         try:
             value = value_of(ckpt.restore(path, step, tree_of(0)))
             words = "harmless" if value == step else f"WRONG: {value} at {step}"

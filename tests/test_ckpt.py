@@ -140,8 +140,12 @@ def test_small_arrays_are_in_meta_json_and_large_ones_in_files_of_chunks(tmp_pat
     monkeypatch.setattr(ckpt, "CHUNK_BYTES", 2**16)
     x = np.arange(2**16, dtype=np.float32).reshape(2**6, -1)
     save(tmp_path, 2, tree={"x": x})
-    assert ckpt.read_meta(tmp_path, 2)["arrays"]["x"] == {
+    layout = ckpt.read_meta(tmp_path, 2)["arrays"]["x"]
+    sums = np.frombuffer(bytes.fromhex(layout.pop("sums")), np.uint32)
+    assert layout == {
         "shape": [64, 1024], "dtype": "float32", "file": [64, 512], "chunk": [64, 256]}
+    assert sums.tolist() == [int(x[:, i : i + 256].view(np.uint32).sum(dtype=np.uint64)
+                                 % (2**32 - 5)) for i in range(0, 1024, 256)]
     assert names_in(data_of(tmp_path, 2) / "x/c/0") == ["0", "1"]
     assert equal(ckpt.restore(tmp_path, 2, {"x": x}), {"x": x})
 
@@ -381,16 +385,75 @@ def harm(root, step, name="a"):
 
 
 def test_no_corruption_gives_a_wrong_number(tmp_path, monkeypatch):
-    """Each of 50 gives an error or is harmless; verify agrees; the newest intact one is found.
+    """Each of 60 gives an error or is harmless; verify agrees; the newest intact one is found.
 
-    Break: ckpt.py: {"name": "crc32c"}] => *()]
+    Break: ckpt.py: with _explain(f"checkpoint {path}: array {name} is corrupted"): =>
+    with _explain(""):
     """
     for name, n in (("SMALL_BYTES", 2**10), ("FILE_BYTES", 2**16), ("CHUNK_BYTES", 2**15)):
         monkeypatch.setattr(ckpt, name, n)
-    counts = stress.count_corruptions(50, 0, tmp_path)
+    counts = stress.count_corruptions(60, 0, tmp_path)
     assert not [words for words in counts if "WRONG" in words], counts
     errors = {words.split(" ")[0] for words in counts if words.endswith("an error")}
     assert errors == {"a", "meta.json", "zarr.json"}
+
+
+def test_an_intact_file_in_a_wrong_place_is_no_intact_checkpoint(tmp_path, monkeypatch):
+    """Files swapped within and between arrays, from another step or run, and a meta.json or a
+    folder of another step are errors, for parts of an array too; the one before is used.
+
+    Break: ckpt.py: if _sum_of_bits(memory[slices]) != sums[cell]: => if False:
+    """
+    monkeypatch.setattr(ckpt, "FILE_BYTES", 2**16)
+    monkeypatch.setattr(ckpt, "CHUNK_BYTES", 2**14)
+    rng = np.random.default_rng(0)
+    names = ("params/w", "opt/w", "params/int8")
+
+    def draw():
+        tree = {"params": {"w": rng.normal(size=(64, 1024)).astype(np.float32),
+                           "int8": rng.integers(-9, 9, (3, 5, 2**13)).astype(np.int8)}}
+        return tree | {"opt": {"w": rng.normal(size=(64, 1024)).astype(np.float32)}}
+
+    trees = {step: draw() for step in (1, 2)}
+    for step, tree in trees.items():
+        save(tmp_path / "run", step, tree=tree)
+    save(tmp_path / "other", 2, tree=draw())
+
+    def swap(one, other):
+        one.rename(f"{one}.moved"), other.rename(one), Path(f"{one}.moved").rename(other)
+
+    def files(root, step, name):
+        return sorted(p for p in (data_of(root, step) / name / "c").rglob("*") if p.is_file())
+
+    assert len(files(tmp_path / "run", 2, "params/w")) == 4
+    damages = {
+        "within": lambda r: swap(*files(r, 2, "params/w")[1:3]),
+        "between arrays": lambda r: swap(files(r, 2, "params/w")[0], files(r, 2, "opt/w")[0]),
+        "meta.json": lambda r: shutil.copy(r / "000000001/meta.json", r / "000000002/meta.json"),
+        "folder": lambda r: (shutil.rmtree(r / "000000002"),
+                             shutil.copytree(r / "000000001", r / "000000002")),
+        "arrays": lambda r: (shutil.rmtree(data_of(r, 2) / "params"),
+                             shutil.copytree(data_of(r, 1) / "params", data_of(r, 2) / "params")),
+    }
+    for name in names:
+        damages[f"older {name}"] = lambda r, name=name: shutil.copy(
+            files(r, 1, name)[-1], files(r, 2, name)[-1])
+        damages[f"other {name}"] = lambda r, name=name: shutil.copy(
+            files(tmp_path / "other", 2, name)[0], files(r, 2, name)[0])
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(mesh, P(*[None] * (x.ndim - 1), "x"))), trees[1])
+    assert equal(ckpt.restore(tmp_path / "run", 2, like), trees[2])
+    for name, damage in damages.items():
+        root = tmp_path / name.replace("/", " ")
+        shutil.copytree(tmp_path / "run", root)
+        damage(root)
+        for wanted in (None, like):
+            with pytest.raises(ValueError, match="array .* is corrupted: chunk|: it is of step 1"):
+                ckpt.restore(root, 2, wanted)
+        assert len(ckpt.verify(root, log=list)) == 1, name
+        step, tree = ckpt.restore_newest(root, trees[1], log=list)
+        assert step == 1 and equal(tree, trees[1])
 
 
 def test_verify_names_an_error_of_each_checkpoint(tmp_path, monkeypatch, capsys):
