@@ -35,7 +35,7 @@ WarmUp = Annotated[float, (
     lambda x: 0 <= x < 1 or (x >= 2 and x % 1 == 0), "below 1, or a whole number from 2")]
 TokenId = Annotated[int, (lambda x: x >= -1, "at least 0, or -1 for unknown")]
 Interval = int | str  # see parse_intervals
-Seed = Annotated[int, (lambda x: x < 2**63, "below 2^63")]
+Seed = Annotated[int, (lambda x: 0 <= x < 2**32, "in [0, 2^32)")]
 Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all remaining devices")]
 
 
@@ -375,6 +375,8 @@ def _typed_values(argv, kind):
         if name not in types:
             name = name.removeprefix("no_")  # a switch
         if arg.startswith("--") and name in types:
+            if name in typed and get_origin(types[name]) is tuple:
+                raise ValueError(f"--{name}: stands twice; write all its values after one")
             typed[name] = _read_flag(name, getattr(flags, name), types[name])
     return typed
 

@@ -461,6 +461,8 @@ def apply_param_groups(table, cfg, parse_number):
             pattern, _, value = text.rpartition("=")
             if field != "optimizers":
                 value = parse_number(value)
+                if not (value >= 0 and np.isfinite(value)):
+                    raise ValueError(f"{field} {text!r}: must be at least 0, and finite")
             for name in matching(field, (pattern,), table):
                 table[name] = table[name] | {key: value}
     for name in matching("freeze", cfg.freeze, table):

@@ -141,6 +141,7 @@ def test_config_files(tmp_path):
     ("--steps 2h30", "--steps: '2h30' is not a number; write 300"),
     ("--sizes 3 2h30", "--sizes: '2h30' is not a number; write 300"),
     ("-bias", "unknown flag: -bias (write --bias)"),
+    ("--freeze embed --lr 1 --freeze layers.w* --lr 2", "--freeze: stands twice; write all its"),
 ])
 def test_flags_that_are_rejected(argv, message):
     """One error names all unknown flags, each with the flag that may be meant.
@@ -343,7 +344,7 @@ REJECTED = [
     (dict(b1=float("nan")), "b1 nan: must be in [0, 1)"),
     (dict(width_mult=0.3), "width_mult 0.3: d_model would be 38.4"),
     (dict(width_mult=1e-12), "width_mult 1e-12: d_model would be 1.28e-10"),
-    (dict(seed=2**63), "seed 9223372036854775808: must be below 2^63"),
+    (dict(seed=2**32), "seed 4294967296: must be in [0, 2^32)"),
     (dict(head_dim=31), "head_dim 31: must be even"),
     (dict(stop=("9", "loss<3"), log_every=0), "a metric of training needs log_every above 0"),
     (dict(coordinator="a:1", n_processes=2, process_id=2),

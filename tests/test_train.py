@@ -313,7 +313,9 @@ def test_without_log_every_only_a_step_that_is_not_finite_has_a_row(tiny):
         return value | {"deep": deep} if event == "log" else None
 
     cfg = tiny(log_every=0, on_nonfinite="skip", save_every=2, eval_every=0)
-    train.main(cfg, hooks=[spoil])
+    summary = train.main(cfg, hooks=[spoil])
+    assert summary["reason"].endswith("done; the updates of 2 steps were skipped, as they were not "
+                                      "finite")
     text = Path(cfg.out_dir, "metrics.jsonl").read_text()
     parsed = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
     logged = [row for row in parsed if row["event"] == "log"]
@@ -2020,6 +2022,8 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
         "--lora_rank 2": "lora_rank 2: a fresh initialization has nothing to tune; name the",
         "--lr_mult embd=2": "lr_mult 'embd': matches no parameter; there are",
         "--decay_mult embed": "'embed' is not a number",
+        "--lr_mult embed=-1": "lr_mult 'embed=-1': must be at least 0, and finite",
+        "--decay_mult embed=1e400": "decay_mult 'embed=1e400': must be at least 0, and finite",
         "--optimizers embed=adamm": "optimizers 'embed=adamm': unknown (nearest: adamw",
         "--vocab_size 255 --dp 1 --tp 2 --fsdp -1":
             "embed (255, 32): dim 255 must be a multiple of the size of tp = 2",
