@@ -1089,10 +1089,17 @@ def read_json(path):
 
 
 def replace_file(path, text):
-    """Write a file so that a crash leaves the old text or the new one."""
+    """Write a file so that a crash, or a loss of power, leaves the old text or the new one. A link
+    leads to the new text; the permissions stay.
+    """
+    path = path.resolve()
     partial_path = path.with_suffix(".tmp")
     partial_path.write_text(text, encoding="utf-8")
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copymode(path, partial_path)
+    _sync(partial_path)
     partial_path.replace(path)
+    _sync(path.parent)
 
 
 # ---- optional

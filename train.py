@@ -488,7 +488,7 @@ def train(run, state, progress):
 
         # Log the last metrics. They may change the reason and the exit code.
         log_step(run, progress)
-    except Exception:
+    except BaseException:  # also sys.exit in a hook
         save_before_error(run, state, progress)
         raise
 

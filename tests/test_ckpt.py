@@ -372,6 +372,24 @@ def test_the_newest_are_kept_and_some_are_permanent(tmp_path):
     assert ckpt.steps(tmp_path / "run") == [3, 6, 8]
 
 
+def test_a_replaced_file_keeps_its_link_and_its_permissions(tmp_path):
+    """Its text is new, its name may be a link, and others may read it as before.
+
+    Break: ckpt.py: shutil.copymode(path, partial_path) => pass
+    """
+    (tmp_path / "logs").mkdir()
+    target, link = tmp_path / "logs/run.jsonl", tmp_path / "metrics.jsonl"
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    ckpt.replace_file(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert names_in(tmp_path / "logs") == ["run.jsonl"]
+    ckpt.replace_file(tmp_path / "config.json", "{}")
+    assert (tmp_path / "config.json").read_text() == "{}"
+
+
 # ---- corruption
 
 def harm(root, step, name="a"):

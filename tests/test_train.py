@@ -1002,6 +1002,22 @@ def test_resume_overwrite_starts_a_new_run(tiny, tmp_path):
     assert [r["step"] for r in rows(tiny().out_dir, "start")] == [0, 2]
 
 
+@pytest.mark.parametrize("error", [SystemExit("no budget"), KeyboardInterrupt(), OSError("full")])
+def test_a_hook_that_ends_the_process_loses_no_step(error, tiny):
+    """The steps that are done are saved, whatever a hook raises.
+
+    Break: train.py: except BaseException: => except Exception:
+    """
+    def leave(event, row):
+        if event == "step" and row["step"] == 3:
+            raise error
+
+    cfg = tiny(eval_every=0, save_every=0, log_every=1)
+    with pytest.raises(type(error)):
+        train.main(cfg, hooks=[leave])
+    assert ckpt.latest(Path(cfg.out_dir) / "ckpt") in (3, 4)
+
+
 def test_a_run_that_fails_waits_for_its_save(tiny, monkeypatch):
     """A second run in this process finds the pending save complete.
 
