@@ -896,6 +896,12 @@ def find_start(out_dir, root, resume, given=False):
     not exist.
     """
     if resume == "overwrite":
+        # A folder outside out_dir may have the checkpoints of another run.
+        if root != ckpt_root(out_dir, ""):
+            owner = newest_meta(root)[1].get("config", {}).get("out_dir", out_dir)
+            if os.path.realpath(owner) != os.path.realpath(out_dir):
+                raise ValueError(f"resume overwrite: {root} has the checkpoints of the run {owner}, "
+                                 f"not of {out_dir}; choose another --ckpt_dir")
         return None, {}
 
     # The run in out_dir may have its checkpoints in another folder.

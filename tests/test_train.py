@@ -1002,6 +1002,28 @@ def test_resume_overwrite_starts_a_new_run(tiny, tmp_path):
     assert [r["step"] for r in rows(tiny().out_dir, "start")] == [0, 2]
 
 
+def test_overwrite_deletes_no_other_run(tiny, tmp_path):
+    """Of a folder of checkpoints that two runs name, each overwrites its own alone.
+
+    Break: ckpt.py: if os.path.realpath(owner) != os.path.realpath(out_dir): => if False:
+    """
+    shared = str(tmp_path / "big")
+    cfg = tiny(steps=2, ckpt_dir=shared, eval_every=0)
+    train.main(cfg)
+    other = dataclasses.replace(cfg, out_dir=str(tmp_path / "second"), resume="overwrite", seed=1)
+    refused("resume overwrite: .*/big has the checkpoints of the run .*out, not of", other)
+    assert ckpt.steps(shared) == [2]
+    train.main(dataclasses.replace(cfg, steps=1, resume="overwrite", seed=1))
+    assert ckpt.steps(shared) == [1]
+    Path(cfg.out_dir).rename(tmp_path / "moved")
+    own = tiny(steps=2, eval_every=0, out_dir=str(tmp_path / "own"))
+    train.main(own)
+    Path(own.out_dir).rename(tmp_path / "renamed")
+    moved = dataclasses.replace(own, out_dir=str(tmp_path / "renamed"), steps=1, resume="overwrite")
+    train.main(moved)
+    assert ckpt.steps(tmp_path / "renamed/ckpt") == [1]
+
+
 @pytest.mark.parametrize("error", [SystemExit("no budget"), KeyboardInterrupt(), OSError("full")])
 def test_a_hook_that_ends_the_process_loses_no_step(error, tiny):
     """The steps that are done are saved, whatever a hook raises.
