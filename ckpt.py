@@ -900,8 +900,8 @@ def find_start(out_dir, root, resume, given=False):
         if root != ckpt_root(out_dir, ""):
             owner = newest_meta(root)[1].get("config", {}).get("out_dir", out_dir)
             if os.path.realpath(owner) != os.path.realpath(out_dir):
-                raise ValueError(f"resume overwrite: {root} has the checkpoints of the run {owner}, "
-                                 f"not of {out_dir}; choose another --ckpt_dir")
+                raise ValueError(f"resume overwrite: {root} has the checkpoints of the run "
+                                 f"{owner}, not of {out_dir}; choose another --ckpt_dir")
         return None, {}
 
     # The run in out_dir may have its checkpoints in another folder.
