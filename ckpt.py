@@ -114,8 +114,8 @@ def _write(root, meta, shards, max_to_keep, keep_period, log):
             _check_space(root, sum(shard["data"].nbytes for shard in shards))
         store = _open(root, step_name)
         # This file has two purposes. Its write fails for a bucket that does not exist, where
-        # TensorStore would try forever. With several processes, its content will be the sums of
-        # the chunks that this process has written.
+        # TensorStore would try forever. With several processes, its content becomes the sums of the
+        # chunks that this process has written.
         store.write(f"{save_id}.{rank}", BEGUN).result()
 
         # (1) Write the shards of this process, in the format zarr 3.
@@ -363,9 +363,10 @@ def _write_shards(root, meta, shards, pending):
 
 
 def _sum_of_bits(x):
-    """The sum of the 32-bit numbers in a chunk, modulo a prime: a constant is no 0. The crc32c in a
-    file says that its bytes are those that were written; this sum, in meta.json, that they are of
-    this array, place and step.
+    """The sum of the 32-bit numbers in a chunk, modulo a prime, so that constants differ.
+
+    The crc32c in a file detects changed bytes. This sum, in meta.json, detects an intact chunk of
+    another array, place or step.
     """
     content = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     n = len(content) // 4 * 4
@@ -484,7 +485,8 @@ def _read_part(stored, layout, dtype, *ranges):
         for slices in _file_slices(memory.shape, chunk):
             cell = tuple((first + x.start) // n for first, x, n in zip(firsts, slices, chunk))
             if _sum_of_bits(memory[slices]) != sums[cell]:
-                raise ValueError(f"chunk {cell} is of another array, place or step")
+                raise ValueError(f"chunk {cell} is of another array, place or step; copy the whole "
+                                 "folder of the checkpoint again, if it is a copy")
     inner = tuple(slice(r.start - first, r.stop - first) for r, first in zip(ranges, firsts))
     return np.asarray(memory[inner], dtype)
 
@@ -1095,8 +1097,8 @@ def read_json(path):
 
 
 def replace_file(path, text):
-    """Write a file so that a crash, or a loss of power, leaves the old text or the new one. A link
-    leads to the new text; the permissions stay.
+    """Write a file so that a crash or a power cut leaves the old text or the new one. A link and
+    the permissions stay.
     """
     path = path.resolve()
     partial_path = path.with_suffix(".tmp")

@@ -1601,9 +1601,9 @@ def _map_bin(path, dtype):
 
 def _read_ids(row, tokenizer):
     """The record of a row of token ids. Ids whose attention_mask is 0 are padding."""
-    ids = _integers(dict(row), "input_ids")
-    labels = _integers(row, "labels", ids)
-    mask = _integers(row, "attention_mask", np.ones_like(ids))
+    ids = _integers(row["input_ids"], "input_ids")
+    labels = _integers(row.pop("labels", None), "labels", ids)
+    mask = _integers(row.pop("attention_mask", None), "attention_mask", np.ones_like(ids))
     check_ids(ids[None], tokenizer["vocab_size"], [{"name": "input_ids"}])
     if not (ids.shape == labels.shape == mask.shape and np.isin(mask, (0, 1)).all()
             and np.all((labels == ids) | (labels == IGNORE))):
@@ -1616,9 +1616,8 @@ def _read_ids(row, tokenizer):
             "n_bytes": n_bytes + np.count_nonzero(is_used & ~is_text)}  # a bos or eos is one byte
 
 
-def _integers(row, name, default=None):
-    """A column of a row as a 1-D array of integers."""
-    value = row.pop(name, None)
+def _integers(value, name, default=None):
+    """The value of a column as a 1-D array of integers."""
     if default is not None and _is_empty(value):
         return default
     array = np.asarray(_parsed(value))
@@ -1828,9 +1827,11 @@ def _open_chat(messages, tools, tokenizer, add_generation_prompt=False):
     for message in cleaned:
         is_bare = "tool_calls" in message and not message.get("content")
         bare.append({name: x for name, x in message.items() if not is_bare or name != "content"})
+    candidates = [cleaned]
+    for default in ({}, {"content": None}, {"content": ""}):
+        candidates.append([default | message for message in bare])
     errors = []
-    for more in (cleaned, {}, {"content": None}, {"content": ""}):
-        filled = cleaned if more is cleaned else [more | message for message in bare]
+    for filled in candidates:
         try:
             text = render(filled, add_generation_prompt=add_generation_prompt)
             _check_rendered(partial(render, add_generation_prompt=add_generation_prompt), filled,
@@ -1891,9 +1892,9 @@ def _answer_span(render, messages, text, i, special):
         stop = _special_token(after[n:].lstrip(), special)
         n = after.index(stop, n) + len(stop)
     if not is_same and (not n or "tool_calls" in messages[i]):
-        raise ValueError("the template ends the last answer in another way")
+        raise ValueError("the template ends the last answer differently")
     if not text.endswith(after[n:]):
-        raise ValueError("it changes the text after it")
+        raise ValueError("its content changes the text after it")
     first = _answer_start(render, messages, text, i, mark, history_mark, ending, special)
     return first, len(text) - len(after[n:]), has_end or bool(following)
 
@@ -1960,8 +1961,9 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, special
         opening = prompt[n_same:].lstrip()
     if opening and (_special_token(opening, special) or opening) in ending:
         raise ValueError("the template writes it in two parts")
-    # After another answer, a prompt may have no header.
-    if opening and text.startswith(prompt) and messages[i - 1]["role"] != "assistant":
+    # Most answers. After another answer, a prompt may have no header.
+    follows_question = bool(history) and history[-1]["role"] != "assistant"
+    if opening and follows_question and text.startswith(prompt):
         return len(prompt)
 
     answer = [{"role": "assistant", "content": mark}, *messages[i + 1 :]]
@@ -1975,13 +1977,14 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, special
         start = _n_common(text, before)
         if unprompted and history:
             if not text.startswith(unprompted):
-                raise ValueError("the template renders the messages before it in another way")
+                raise ValueError("without it, the messages before it are rendered differently")
             if not before[len(unprompted) :].strip():
                 start = len(unprompted)
         return start
 
-    # Otherwise, as earlier answers lose their thoughts or the prompt opens one: after as much of
-    # the prompt's opening as the header has, the text after the message before.
+    # Otherwise earlier answers lose their thoughts, or the prompt opens one. The header is the text
+    # between the message before and the answer. The answer begins after as much of the prompt's
+    # opening as the header has.
     copy = [*history[:-1], _with_mark(history[-1], history_mark)]
     before_copy, _ = _around(mark, render([*copy, *answer]))
     texts = (before_copy, render(copy), render(copy, add_generation_prompt=True))
@@ -1991,18 +1994,18 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, special
     at = header.rfind(opening[:n]) if n else 0
     start = len(before) - len(header) + at
     if not text.startswith(before[:start]):
-        raise ValueError("it changes the text before it")
+        raise ValueError("its content changes the text before it")
     n_found = _n_common(text[start:], opening)
     n = n_found if n_found == len(opening) else min(n, n_found)
-    if n < len(opening):  # not within a mark that only begins as one of the prompt
+    if n < len(opening):  # not within a mark that only begins like one of the prompt
         n = len(opening[: _token_start(opening, n, special)].rstrip("</["))
     if header[at + n :].strip():
-        # What they have in common must not begin a question, too.
+        # The common part must tell an answer from a question.
         question = header
         with contextlib.suppress(ValueError):
             question, _ = _around(mark, render([*copy, {"role": "user", "content": mark}]))
         if not n or question.rpartition(history_mark)[2].startswith(header[: at + n]):
-            raise ValueError("the text before it is another than the prompt for it")
+            raise ValueError("the text before it differs from the prompt for it")
     return start + n
 
 
@@ -2345,9 +2348,7 @@ def _table_rows(path, columns):
 
 
 def is_read(name, columns):
-    """Whether rows are read by the column `name`. columns: see `rows_in`. Lists of numbers are
-    read, too.
-    """
+    """Whether rows are read by the column `name`, whatever it holds. columns: see `rows_in`."""
     if columns:
         return name in {entry.partition("=")[2] for entry in columns}
     names = {"prompt", "chosen", "rejected", "label", *OPTIONAL_COLUMNS, *UNREAD_COLUMNS}

@@ -1603,7 +1603,7 @@ def _lora_product(x, w, name, cfg):
 
 
 def merge_lora(params, cfg):
-    """params without LoRA factors: their scaled product is added to each weight, to float32."""
+    """params without LoRA factors: their scaled product is added to each weight, in float32."""
     merged = {name: x for name, x in params.items() if ".lora_" not in name}
     for name in merged:
         if f"{name}.lora_a" in params:
@@ -1917,16 +1917,17 @@ def _hf_window(hf):
     is_off = family.startswith("qwen") and not hf.get("use_sliding_window")
     if family in HF_WINDOWLESS or is_off:
         return 0
+    window = hf["sliding_window"] or 0
     if family not in ("mistral", "qwen2", "qwen3"):  # the others ignore layer_types
-        return hf["sliding_window"] or 0
+        return window
     # Qwen2 and Qwen3 slide from the layer max_window_layers on, the others in all layers.
     n_layers = hf["num_hidden_layers"]
     n_full = min(hf.get("max_window_layers", 28), n_layers) if family != "mistral" else 0
     layer_types = hf.get("layer_types") or ["full"] * n_full + ["sliding"] * (n_layers - n_full)
-    windows = {0 if kind.startswith("full") else hf["sliding_window"] or 0 for kind in layer_types}
+    windows = {0 if kind.startswith("full") else window for kind in layer_types}
     if len(windows) > 1:
-        raise ValueError(f"config.json: sliding_window {hf['sliding_window']}: must apply to all "
-                         "layers; see use_sliding_window, layer_types and max_window_layers")
+        raise ValueError(f"config.json: sliding_window {window}: must apply to all layers; "
+                         "see use_sliding_window, layer_types and max_window_layers")
     return windows.pop()
 
 
@@ -1938,7 +1939,9 @@ def _hf_family(cfg):
         raise ValueError(f"no model of Hugging Face has {' with '.join(sorted(form))}: change one "
                          "of them")
     # Llama comes before Mistral: it has no window, and needs heads that divide d_model.
-    family = families[-1 if cfg.sliding_window or cfg.d_model % cfg.n_heads else 0]
+    family = families[0]
+    if cfg.sliding_window or cfg.d_model % cfg.n_heads:
+        family = families[-1]
     if cfg.sliding_window and family in HF_WINDOWLESS:
         raise ValueError(f"{family} of Hugging Face has no sliding_window")
     return family

@@ -1158,9 +1158,8 @@ def end_run(run, state, step, progress, stop):
     reason, exit_code = stop
     errors = progress["save_errors"]
     reason = "; ".join([reason, *errors.values()])
-    n_skipped = int(state["skipped"])
-    if n_skipped and cfg.on_nonfinite == "skip":
-        reason += f"; the updates of {n_skipped:,} steps were skipped, as they were not finite"
+    if cfg.on_nonfinite == "skip" and int(state["skipped"]):
+        reason += f"; {int(state['skipped']):,} updates were not finite, and were skipped"
     if errors:
         exit_code = 1
     run["log_event"]("stop", {"step": step, "reason": reason})

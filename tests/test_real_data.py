@@ -374,7 +374,7 @@ def test_thoughts_that_the_prompt_drops(tmp_path):
                 "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt and "
                 "messages[-1].role != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}")
     row = {"messages": [USER, said("assistant", "a"), said("assistant", "b")]}
-    with pytest.raises(ValueError, match="message 3: .*: the text before it is another than the p"):
+    with pytest.raises(ValueError, match="message 3: .*: the text before it differs from the"):
         labels_of(row, chat_tokenizer(tmp_path / "u", template))
 
 
