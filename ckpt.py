@@ -1219,7 +1219,7 @@ def _open_checkpoint(source, find_mismatches):
     if not meta:
         raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
                          "--out_dir, a folder of checkpoints, one of Hugging Face weights, or "
-                         f"hf://{path}")
+                         f"hf://{path}. A run resumes by its --out_dir, without --init_from")
     names = {name.removeprefix("params/"): layout["shape"]
              for name, layout in meta["arrays"].items() if name.startswith("params/")}
 

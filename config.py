@@ -6,7 +6,6 @@ its validation. Rejects a config that cannot run, with all errors in one message
 Invariant: a `Config` is hashable, so that it can be a static argument of jax.jit.
 """
 import dataclasses
-import difflib
 import inspect
 import json
 import operator
@@ -17,6 +16,7 @@ import sys
 import textwrap
 import zlib
 from decimal import Decimal
+from fnmatch import fnmatchcase
 from math import inf, prod
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
@@ -414,12 +414,13 @@ def _suggest_flag(word, kind):
     name = flag.replace("-", "_").lower()
     if name in known:  # with one dash or none, or in capitals
         return f"write --{name} {value}".rstrip()
+    name = name.removeprefix("no_")
     # Optional: names in other trainers.
-    hint = _hint_for_name(name.removeprefix("no_"))
+    hint = _hint_for_name(name, known)
     if hint:
         return hint
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
-    return f"nearest: --{close[0]}" if close else "see --help all"
+    close = nearest(name, known)
+    return f"nearest: --{close}" if close else "see --help all"
 
 
 # ---- help
@@ -1097,9 +1098,36 @@ def key_errors(where, given, known, required=()):
 
 
 def did_you_mean(name, known):
-    """'nearest: x', the known name most like `name`, or all known names if none is similar."""
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.55)
-    return f"nearest: {close[0]}" if close else f"legal: {', '.join(known)}"
+    """'nearest: x', the known name that `name` misspells, or all known names if it misspells none.
+    """
+    close = nearest(str(name), known)
+    return f"nearest: {close}" if close else f"legal: {', '.join(known)}"
+
+
+def nearest(name, known):
+    """The known name that `name` misspells, or "". They may differ in case, by one edit where one
+    of them has 4 letters, and by two where it has 12.
+    """
+    for n_edits, n_letters in ((0, 1), (1, 4), (2, 12)):
+        for word in known:
+            is_long = max(len(name), len(word)) >= n_letters
+            if is_long and _within_edits(name.lower(), word.lower(), n_edits):
+                return word
+    return ""
+
+
+def _within_edits(one, other, n_edits):
+    """Whether so many edits make one text the other. An edit inserts, deletes or replaces a letter,
+    or swaps two neighbours.
+    """
+    if one == other or not n_edits:
+        return one == other
+    if one[:1] == other[:1]:
+        return _within_edits(one[1:], other[1:], n_edits)
+    rests = [(one[1:], other), (one, other[1:]), (one[1:], other[1:])]
+    if one[:2] == other[:2][::-1]:
+        rests.append((one[2:], other[2:]))
+    return any(_within_edits(*rest, n_edits - 1) for rest in rests)
 
 
 # ---- the transformer
@@ -1227,55 +1255,116 @@ def architecture_mismatch(saved, current):
 
 # ---- names in other trainers
 
-# What to write: the names of it in nanoGPT, Hugging Face and others, unless the nearest flag is it.
+# What to write <- the names of it in nanoGPT, Hugging Face and others, unless the nearest flag is
+# it. A name may be a glob pattern. A row ends at | or with its line, or continues indented.
 OTHER_TRAINERS = """
---out_dir <- run_name
---resume auto, must or overwrite <- resume_from_checkpoint overwrite_output_dir
---mode <- eval_only do_eval do_train
---init_from <- model_name_or_path model_name pretrained_model_name_or_path base_model
---seed <- data_seed
---data <- data_dir train_file
---data 'hf://datasets/ORG/NAME/*.parquet' <- dataset_name
---val_data <- validation_file
---columns text=NAME <- dataset_text_field
---steps, the horizon of the schedule too <- max_iters lr_decay_iters
---epochs <- num_train_epochs
---batch_size, of all devices together <- per_device_train_batch_size train_batch_size
---seq_len <- block_size max_length model_max_length
---n_heads <- num_attention_heads
---d_model <- n_embd hidden_size
---d_ff <- intermediate_size
---lora_rank <- use_peft
---lora_targets <- target_modules
---dtype bfloat16 or float16 <- bf16 fp16
---remat full <- gradient_checkpointing
---lr <- learning_rate
---schedule <- decay_lr
---min_lr_frac, a fraction of lr, as 0.1 <- min_lr
---b1 <- adam_beta1
---b2 <- adam_beta2
---eps <- adam_epsilon
---clip_norm <- grad_clip max_grad_norm
---log_every <- logging_steps
---eval_every, as 250 or 1epoch <- eval_steps eval_strategy evaluation_strategy
---save_every <- save_steps always_save_checkpoint
---max_to_keep <- save_total_limit
---keep_best <- load_best_model_at_end metric_for_best_model
---track wandb <- report_to wandb_log wandb
---prompt <- start
-no flag: it is always on <- compile torch_compile dataloader_num_workers
-the variable JAX_PLATFORMS <- device
-the variable WANDB_PROJECT or WANDB_NAME <- wandb_project wandb_run_name
+--out_dir <- run_name output_dir save_directory default_root_dir base_output_directory
+--ckpt_dir, also s3:// or gs:// <- bucket_path ckpt_path load_directory save load
+--resume auto, must or overwrite <- resume_* auto_resume* overwrite_output_dir | --seed <- data_seed
+--mode eval; a run that trains has --eval_every <- eval_only do_eval do_train
+--config, a preset or a JSON file <- arguments args config_path config_variables config_kwargs path
+--init_from for weights, --config for sizes <- model *model_name* name_or_path base_model
+  model_bank model_type model.name flavor
+no flag: train.main in Python takes it <- state model_state model_parameters
+no flag: a task defines it, see tests/GUIDE.md <- name type model_class model_task model_factory
+  data_factory state_class trainer_module data_collator train_step_fn eval_step_fn
+--hooks, see tests/GUIDE.md <- callbacks training_hooks metric_calculator compute_metrics
+--hooks tests/recipes/prune.py:prune <- pruning_module
+--hooks tests/recipes/hooks.py:early_stopping <- early_stopping*
+--data FILE, 'hf://datasets/ORG/NAME/*.parquet', or rows for train.main <- data_dir data_path
+  train_file dataset dataset_name dataset_path datasets *train_data* dataset_train dataloader_train
+--val_data, or rows for train.main <- validation_file *eval_data* dataset_eval dataloader_eval
+--val_frac <- val_set_size | --columns text=NAME <- dataset_text_field | --prompt <- start
+--tokenizer <- tokenizer_* processor processing_class | --overfit_batch <- overfit_*batch*
+--packing best_fit <- sample_packing packed_sample_seqlens | --truncation <- truncation_mode
+no flag: a batch is a function of the step <- use_grain dataset_type
+no flag: padding needs no token <- pad_token* padding
+no flag: all sequences have --seq_len tokens <- seq_length_is_variable group_by_length
+no flag: answers are the labels <- assistant_only_loss train_on_inputs
+--steps, in all, and the horizon of the schedule <- max_steps train_steps max_training_steps
+  num_train_steps max_train_steps max_iters train_iters lr_decay_iters
+--epochs <- num_train_epochs num_epochs max_epochs train_epoch
+--stop, as 500, +100 (of this launch) or 2h30m <- exit_* max_time training_time_limit
+--eval_batch_size, of all devices together <- *eval*_batch_size
+--batch_size, of all devices and microbatches together <- *_batch_size
+--grad_accum_steps, parts of one batch: --batch_size counts all <- gradient_accumulation_steps
+  accumulate_grad_batches
+--seq_len <- block_size max_length model_max_length max_seq* seq_length sequence_len*
+  max_target_length *max_position_embeddings
+--d_model <- n_embd hidden_size hidden_dim dim | --n_layers <- num_layers num_hidden_layers
+--n_heads <- num_heads num_attention_heads | --n_kv_heads <- num_k*_heads num_query_groups
+--d_ff, of each expert too <- intermediate_size moe_intermediate_size ffn_hidden_size
+--n_experts <- num_experts num_local_experts | --qkv_bias, the only biases <- bias attention_bias
+--lora_rank N <- use_peft lora_r r adapter | no flag: weights are not quantized <- load_in_*
+--lora_targets, as layers.wq <- target_modules lora_target_*
+no flag: LoRA has no dropout <- lora_dropout
+--dropout, not of attention weights <- attention_dropout hidden_dropout
+--width_mult; widths and heads scale together <- scaling_index config_scaling_variables
+--dtype bfloat16 or float16 <- bf16 fp16 mixed_precision* torch_dtype
+--dtype; for products of float32 JAX_DEFAULT_MATMUL_PRECISION <- precision
+no flag: attention has --dtype, its softmax float32 <- attn_dtype attn_softmax_dtype
+--attention <- *attn_implementation attn_mechanism *flash_att*
+--remat full <- gradient_checkpointing* activation_checkpoint.mode recompute_* remat_policy
+--remat offload <- activation_checkpoint_cpu_offload
+--offload_optimizer or --remat offload <- offload_backend optimizer_cpu_offload enable_cpu_offload
+--mlp_tiles N, without experts <- tiled_mlp_compute
+--optimizer <- optim optimizer_* optimizer.name optimizer.type dense_optimizer* | --eps <- adam_eps*
+--optimizers PATTERN=NAME; tests/recipes/clicks.py has sparse updates <- sparse_optimizer
+--schedule, of all parameters <- decay_lr *lr_scheduler* scheduler* lr_decay_style
+--warmup_steps, below 1 a fraction of all steps <- warmup* lr_warmup_* | --lr <- learning_rate
+--min_lr_frac, a fraction of lr, as 0.1 <- min_lr min_lr_* | --b1 <- adam_beta1 beta1 momentum
+--clip_norm <- grad_clip clip_grad max_grad_norm max_norm gradient_clip* | --b2 <- adam_beta2 beta2
+--label_smoothing, --z_loss and --loss_norm <- loss_config
+--dp, --fsdp, --ep, --tp and --sp <- sharding_axis_* strategy
+--slices N, along --dp or --fsdp <- sharding_dcn_axis_dims dcn_* | --ep <- *expert*_parallel*
+--fsdp for ZeRO-3, --dp for ZeRO-2 <- deepspeed *data_parallel* | --tp <- *tensor*_parallel*
+--sp <- *sequence_parallel* *context_parallel* | no flag: no pipeline parallelism <- pipeline_*
+no flag: see param_table in model.py <- partition_axis step_partition_spec initializer_range
+no flag: all visible devices are used <- devices gpus num_gpus
+the variable JAX_PLATFORMS <- device accelerator backend | --peer_timeout_s <- timeout ddp_timeout
+--coordinator, --n_processes and --process_id <- world_size global_rank local_rank num_nodes
+--track wandb or tensorboard <- report_to wandb_log wandb use_wandb wandb.enable logger
+the variables WANDB_PROJECT, WANDB_NAME and so on <- wandb_* wandb.name project entity
+--log_every <- logging_steps log_steps log_interval log_freq log_every_n_* train_log_iter_interval
+no flag: process 0 prints, without levels <- log_level log_all_workers
+no flag: it is in --out_dir <- train_log_metrics_path logging_dir mem_profiler_dir
+no flag: the file stop in --out_dir ends a run <- kill_switch_path
+no flag: every evaluation is logged <- eval_log_iter_interval | --watch <- weight_distribution_*
+--eval_every, as 250 or 1epoch; --eval_batches for the length <- eval_steps
+--eval_every, as 250 or 1epoch <- eval*_strategy eval_interval evaluation_steps validation.freq
+  val_check_interval check_val_every_n_epoch
+--eval_batches <- eval_iters max_evaluation_steps limit_val_batches validation.steps
+--save_every, as 250, 1epoch, 1window or 10m <- save_steps save_strategy save_interval save_epochs
+  save_every_n_* always_save_checkpoint checkpoint.interval
+--save_every, --max_to_keep and --save_exclude <- saver saver_option ckpt_save_arg
+--save_every, --weights_every and --export_every <- checkpoint_engine*
+--max_to_keep <- save_total_limit keep_latest_k | --save_exclude <- params_not_save save_filter_fn
+--keep_best <- load_best_model_at_end metric_for_best_model save_top_k
+no flag: TensorStore writes in parallel <- save_concurrency_per_rank
+--reload_every, with dynamic=yes in --init_from <- load_update_* ckpt_load_arg
+tests/recipes/windows.py --windows_per_epoch <- window_iter | --sample_tokens <- max_new_tokens
+--profile FIRST:LAST <- mem_profiler* profiler* *profiling | --n_samples <- num_samples
+no flag: it is always on <- compile torch_compile dataloader_num_workers shuffle lazy data_to_cuda
+  auto_shard_model find_unused_parameters
 """
 
 
-def _hint_for_name(name):
-    """How to write a name of another trainer; "" for other names."""
-    for line in OTHER_TRAINERS.strip().splitlines():
-        text, _, names = line.partition(" <- ")
-        if name in names.split():
-            return f"use {text}"
-    return ""
+def _hint_for_name(name, known):
+    """How to write a name of another trainer, or a known one with dots as in training.steps; "" for
+    other names.
+    """
+    hints = {}
+    for row in re.split(r" \| |\n(?! )", OTHER_TRAINERS.strip()):
+        text, _, names = row.partition(" <- ")
+        hints |= dict.fromkeys(names.split(), text if text.startswith("no flag") else f"use {text}")
+    last = name.rpartition(".")[2]
+    patterns = [pattern for pattern in hints if fnmatchcase(last, pattern)]
+    for each in (name, last, *patterns):
+        if each in hints:
+            return hints[each]
+        if each in known:
+            return f"use --{each}"
+    return hints.get(nearest(last, [*known, *hints]), "")
 
 
 # ---- evaluation batches of another size

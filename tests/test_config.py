@@ -16,6 +16,7 @@ import config
 import model
 import step
 from config import Config
+from conftest import ROOT
 
 CHOICES = {"optimizer": step.OPTIMIZERS, "schedule": step.SCHEDULES}
 validate = partial(config.validate, choices=CHOICES, task_errors=config.text_errors)
@@ -133,7 +134,7 @@ def test_config_files(tmp_path):
     ("--stepz 3", "unknown flag: --stepz (nearest: --steps)"),
     ("--zzzz --min_lr=1e-5 --no-compile --block-size 4 --n_layer 2",
      "unknown flag: --zzzz (see --help all)\n  --min_lr=1e-5 (use --min_lr_frac, a fraction of lr, "
-     "as 0.1)\n  --no-compile (use no flag: it is always on)\n  --block-size (use --seq_len)\n"
+     "as 0.1)\n  --no-compile (no flag: it is always on)\n  --block-size (use --seq_len)\n"
      "  --n_layer (nearest: --n_layers)"),
     ("lr=3 -steps 4 --LR 5", "unknown flag: lr=3 (write --lr 3)\n  -steps (write --steps)\n"
      "  --LR (write --lr)"),
@@ -146,7 +147,7 @@ def test_config_files(tmp_path):
 def test_flags_that_are_rejected(argv, message):
     """One error names all unknown flags, each with the flag that may be meant.
 
-    Break: config.py: return f"use {text}" => return ""
+    Break: config.py: f"nearest: --{close}" if close else => "" if close else
     """
     with pytest.raises(ValueError) as e:
         parse(argv, Fork)
@@ -212,9 +213,12 @@ def test_help(capsys):
     full = help_of("--help all")
     assert "width of the hidden layer (default: 3)" in full
     assert not [name for name in typing.get_type_hints(Fork) if f"--{name}" not in full]
-    meant = re.findall(r"^--(\w+)", config.OTHER_TRAINERS, re.MULTILINE)
-    unknown = {*meant} - {*Config.__annotations__}
+    meant = re.findall(r"--(\w+)", config.OTHER_TRAINERS)
+    unknown = {*meant} - {*Config.__annotations__, "windows_per_epoch"}
     assert not unknown, f"edit OTHER_TRAINERS in config.py: no field {unknown}"
+    missing = [path for path in re.findall(r"tests/[\w/]+\.\w+", config.OTHER_TRAINERS)
+               if not (ROOT / path).exists()]
+    assert not missing, f"edit OTHER_TRAINERS in config.py: no file {missing}"
 
 
 def test_a_home_in_every_path(tmp_path, monkeypatch):
@@ -261,6 +265,279 @@ def test_changed_flags_repeat_what_was_typed():
     assert config.changed_flags(Config()) == []
     flag, = config.changed_flags(Config(data=tuple(f"file_{i}.txt" for i in range(99))))
     assert flag.startswith("--data file_0.txt file_1.txt") and flag.endswith(" ...")
+
+
+# ---- names in other trainers
+
+# {trainer: {what the message says, or "flag" for names that are flags here: option names}}, of the
+# first five all.
+OTHER_NAMES = {
+    "EasyDeL Trainer": {
+        "--batch_size, of all devices": "training_batch_size total_batch_size",
+        "--data FILE": "dataset_train dataloader_train", "--dp, --fsdp": "sharding_axis_dims",
+        "--epochs": "num_train_epochs",
+        "--eval_batch_size, of all devices": "evaluation_batch_size",
+        "--eval_batches": "max_evaluation_steps",
+        "--eval_every, as 250 or 1epoch": "evaluation_steps",
+        "--grad_accum_steps, parts of one batch": "gradient_accumulation_steps",
+        "--hooks tests/recipes/prune.py:prune": "pruning_module",
+        "--hooks, see tests/GUIDE.md": "training_hooks",
+        "--label_smoothing, --z_loss and": "loss_config", "--lr": "learning_rate",
+        "--max_to_keep": "save_total_limit", "--mode eval": "do_eval",
+        "--out_dir": "save_directory", "--save_every, as 250, 1epoch": "save_steps",
+        "--schedule": "scheduler", "--seq_len": "max_sequence_length",
+        "--steps, in all": "max_training_steps", "--stop, as 500": "training_time_limit",
+        "--truncation": "truncation_mode", "--val_data": "dataset_eval dataloader_eval",
+        "no flag: a task defines it": "data_collator",
+        "no flag: a batch is a function of the step": "use_grain",
+        "no flag: process 0 prints": "log_all_workers",
+        "no flag: see param_table in model.py": "step_partition_spec",
+        "no flag: train.main in Python takes it": "model_state state",
+    },
+    "EasyDeL BaseTrainerProtocol": {
+        "--ckpt_dir": "ckpt_path", "--config, a preset or": "arguments",
+        "--data FILE": "dataset_train dataloader_train",
+        "--hooks, see tests/GUIDE.md": "metric_calculator",
+        "--init_from for weights, --config for sizes": "model model_name_or_path",
+        "--log_every": "logging_steps", "--max_to_keep": "save_total_limit",
+        "--save_every, as 250, 1epoch": "save_strategy save_steps save_epochs",
+        "--schedule": "scheduler", "--val_data": "dataset_eval dataloader_eval",
+        "no flag: a task defines it": "train_step_fn eval_step_fn",
+        "no flag: train.main in Python takes it": "state model_parameters",
+        "flag": "dtype param_dtype optimizer epochs",
+    },
+    "EasyDeL RayDistributedTrainer": {
+        "--attention": "attn_mechanism",
+        "--ckpt_dir, also s3:// or gs://": "bucket_path load_directory",
+        "--config, a preset or": "arguments config_kwargs config_variables path",
+        "--d_ff, of each expert too": "intermediate_size moe_intermediate_size",
+        "--d_model": "hidden_size", "--data FILE": "dataset_train",
+        "--dp, --fsdp, --ep, --tp and --sp": "sharding_axis_names sharding_axis_dims",
+        "--dtype; for products of float32 JAX_DEFAULT_MATMUL_PRECISION": "precision",
+        "--init_from for weights": "model model_type pretrained_model_name_or_path",
+        "--n_heads": "num_attention_heads", "--n_kv_heads": "num_key_value_heads",
+        "--offload_optimizer or --remat offload": "offload_backend", "--out_dir": "save_directory",
+        "--remat full": "gradient_checkpointing", "--resume auto": "resume_if_possible",
+        "--seq_len": "max_length max_position_embeddings freq_max_position_embeddings "
+                     "mask_max_position_embeddings",
+        "--slices N, along --dp or": "sharding_dcn_axis_dims", "--tokenizer": "processor",
+        "--val_data": "dataset_eval",
+        "--width_mult; widths and heads scale together": "scaling_index config_scaling_variables",
+        "no flag: a task defines it": "model_task model_class state_class trainer_module "
+                                      "data_collator",
+        "no flag: attention has --dtype": "attn_dtype attn_softmax_dtype",
+        "no flag: it is always on": "lazy auto_shard_model",
+        "no flag: padding needs no token": "pad_token pad_token_id padding",
+        "no flag: see param_table in model.py": "partition_axis initializer_range",
+        "no flag: train.main in Python takes it": "state",
+        "flag": "config dtype param_dtype seed padding_side",
+    },
+    "RecIS Trainer": {
+        "--config, a preset or": "args", "--data FILE": "train_dataset",
+        "--dtype bfloat16 or float16": "mixed_precision", "--epochs": "train_epoch",
+        "--eval_every, as 250 or 1epoch; --eval_batches for the length": "eval_steps",
+        "--grad_accum_steps, parts of one batch": "gradient_accumulation_steps",
+        "--init_from": "model model_bank", "--log_every": "log_steps",
+        "--optimizer": "dense_optimizer dense_optimizers",
+        "--optimizers PATTERN=NAME": "sparse_optimizer", "--out_dir": "output_dir",
+        "--peer_timeout_s": "timeout",
+        "--reload_every, with dynamic=yes": "load_update_steps load_update_windows "
+                                            "load_update_epochs ckpt_load_arg",
+        "--save_every, --max_to_keep and": "saver saver_option ckpt_save_arg",
+        "--save_every, as 250, 1epoch, 1window": "save_steps save_every_n_windows "
+                                                 "save_every_n_epochs",
+        "--save_exclude": "params_not_save save_filter_fn",
+        "--schedule, of all parameters": "dense_lr_scheduler", "--steps, in all": "train_steps",
+        "--val_data": "eval_dataset",
+        "no flag: TensorStore writes in parallel": "save_concurrency_per_rank",
+        "no flag: it is always on": "data_to_cuda find_unused_parameters",
+        "tests/recipes/windows.py --windows_per_epoch": "window_iter",
+        "the variable JAX_PLATFORMS": "accelerator", "flag": "hooks max_to_keep save_end",
+    },
+    "ArcticTraining Trainer": {
+        "--attention": "model.attn_implementation core_attn_implementation",
+        "--batch_size, of all devices and microbatches": "micro_batch_size",
+        "--coordinator, --n_processes and": "world_size global_rank local_rank",
+        "--eval_every, as 250": "eval_interval", "--fsdp for ZeRO-3": "deepspeed",
+        "--grad_accum_steps, parts of one batch": "gradient_accumulation_steps",
+        "--hooks": "callbacks", "--init_from": "model model.name_or_path",
+        "--log_every": "train_log_iter_interval",
+        "--mlp_tiles N, without experts": "tiled_mlp_compute",
+        "--optimizer": "optimizer_factory optimizer.type", "--out_dir": "logger.output_dir",
+        "--overfit_batch": "overfit_first_batch", "--packing best_fit": "packed_sample_seqlens",
+        "--profile FIRST:LAST": "mem_profiler mem_profiler_max_entries",
+        "--remat offload": "activation_checkpoint_cpu_offload", "--resume auto": "auto_resume",
+        "--save_every, --weights_every and": "checkpoint_engine checkpoint_engines",
+        "--schedule": "scheduler scheduler_factory", "--seq_len": "data.max_length seq_length",
+        "--sp": "sequence_parallel_size", "--steps, in all": "train_iters",
+        "--stop, as 500, +100 (of this launch)": "exit_iteration exit_iteration_this_run",
+        "--tokenizer": "tokenizer_factory", "--track wandb": "wandb wandb.enable logger",
+        "no flag: a task defines it": "name type data_factory model_factory",
+        "no flag: all sequences have --seq_len tokens": "seq_length_is_variable",
+        "no flag: every evaluation is logged": "eval_log_iter_interval",
+        "no flag: it is in --out_dir": "train_log_metrics_path mem_profiler_dir",
+        "no flag: the file stop in --out_dir": "kill_switch_path",
+        "the variables WANDB_PROJECT": "wandb.project wandb.entity wandb.name",
+        "flag": "config mode seed data tokenizer optimizer epochs",
+    },
+    "nanoGPT": {
+        "--b1": "beta1", "--b2": "beta2", "--clip_norm": "grad_clip", "--d_model": "n_embd",
+        "--data FILE": "dataset", "--eval_batches": "eval_iters",
+        "--eval_every, as 250": "eval_interval",
+        "--grad_accum_steps, parts": "gradient_accumulation_steps", "--log_every": "log_interval",
+        "--lr": "learning_rate", "--min_lr_frac, a fraction of lr, as 0.1": "min_lr",
+        "--mode eval": "eval_only", "--n_samples": "num_samples", "--prompt": "start",
+        "--sample_tokens": "max_new_tokens", "--qkv_bias": "bias",
+        "--save_every": "always_save_checkpoint", "--schedule": "decay_lr",
+        "--seq_len": "block_size", "--steps, in all, and the horizon": "max_iters lr_decay_iters",
+        "--track wandb": "wandb_log", "--warmup_steps, below 1 a fraction": "warmup_iters",
+        "nearest: --n_heads": "n_head", "nearest: --n_layers": "n_layer",
+        "no flag: it is always on": "compile", "the variable JAX_PLATFORMS": "device backend",
+        "the variables WANDB_PROJECT": "wandb_project wandb_run_name",
+    },
+    "Hugging Face": {
+        "--b1": "adam_beta1", "--b2": "adam_beta2", "--eps": "adam_epsilon",
+        "--batch_size, of all": "per_device_train_batch_size", "--clip_norm": "max_grad_norm",
+        "--columns text=NAME": "dataset_text_field",
+        "--data FILE, 'hf://datasets/ORG/NAME/*.parquet'": "dataset_name train_file data_dir",
+        "--dtype bfloat16": "bf16 fp16", "--epochs": "num_train_epochs",
+        "--eval_batch_size, of all": "per_device_eval_batch_size",
+        "--eval_every": "eval_steps eval_strategy evaluation_strategy",
+        "--fsdp for ZeRO-3": "deepspeed",
+        "--grad_accum_steps, parts": "gradient_accumulation_steps",
+        "--init_from": "model_name_or_path model_name",
+        "--keep_best": "load_best_model_at_end metric_for_best_model",
+        "--log_every": "logging_steps", "--lora_rank N": "use_peft r lora_r",
+        "--lora_targets, as layers.wq": "target_modules lora_target_modules",
+        "--lr": "learning_rate", "--max_to_keep": "save_total_limit",
+        "--mode eval": "do_eval do_train", "--optimizer": "optim",
+        "--out_dir": "output_dir run_name", "--peer_timeout_s": "ddp_timeout",
+        "--remat full": "gradient_checkpointing",
+        "--resume auto": "resume_from_checkpoint overwrite_output_dir",
+        "--save_every": "save_steps save_strategy", "--schedule": "lr_scheduler_type",
+        "--seed": "data_seed", "--seq_len": "max_length max_seq_length model_max_length",
+        "--steps, in all": "max_steps", "--tokenizer": "processing_class tokenizer_name",
+        "--track wandb": "report_to", "--val_data": "validation_file",
+        "--warmup_steps, below 1": "warmup_ratio", "no flag: LoRA has no dropout": "lora_dropout",
+        "no flag: all sequences have": "group_by_length",
+        "no flag: answers are the labels": "assistant_only_loss",
+        "no flag: it is always on": "torch_compile dataloader_num_workers",
+        "no flag: it is in --out_dir": "logging_dir", "no flag: process 0 prints": "log_level",
+        "no flag: weights are not quantized": "load_in_4bit load_in_8bit",
+    },
+    "axolotl": {
+        "--attention": "flash_attention", "--batch_size, of all": "micro_batch_size",
+        "--data": "datasets", "--epochs": "num_epochs", "--init_from": "base_model",
+        "--lora_rank": "adapter lora_r", "--lora_targets": "lora_target_linear",
+        "--packing best_fit": "sample_packing", "--schedule": "lr_scheduler",
+        "--seq_len": "sequence_len", "--val_frac": "val_set_size",
+        "no flag: answers are the labels": "train_on_inputs",
+    },
+    "torchtitan": {
+        "--b1": "optimizer.beta1",
+        "--batch_size, of all": "training.local_batch_size training.global_batch_size",
+        "--clip_norm": "training.max_norm", "--dtype bfloat16": "training.mixed_precision_param",
+        "--ep": "parallelism.expert_parallel_degree", "--eval_batches": "validation.steps",
+        "--eval_every": "validation.freq",
+        "--fsdp for ZeRO-3, --dp for ZeRO-2": "parallelism.data_parallel_shard_degree "
+                                              "parallelism.data_parallel_replicate_degree",
+        "--init_from": "model.name model.flavor", "--log_every": "metrics.log_freq",
+        "--lr": "optimizer.lr", "--max_to_keep": "checkpoint.keep_latest_k",
+        "--min_lr_frac": "lr_scheduler.min_lr_factor",
+        "--offload_optimizer": "training.enable_cpu_offload", "--optimizer": "optimizer.name",
+        "--profile": "profiling.enable_profiling", "--remat full": "activation_checkpoint.mode",
+        "--save_every": "checkpoint.interval", "--seq_len": "training.seq_len",
+        "--sp": "parallelism.context_parallel_degree", "--steps": "training.steps",
+        "--tokenizer": "model.tokenizer_path", "--tp": "parallelism.tensor_parallel_degree",
+        "--warmup_steps": "lr_scheduler.warmup_steps",
+        "no flag: no pipeline": "parallelism.pipeline_parallel_degree",
+    },
+    "MaxText and Levanter": {
+        "--batch_size, of all": "per_device_batch_size trainer.train_batch_size",
+        "--clip_norm": "gradient_clipping_threshold", "--data FILE": "dataset_path",
+        "--ep": "ici_expert_parallelism", "--tp": "ici_tensor_parallelism",
+        "--eval_batches": "eval_iters", "--min_lr_frac": "optimizer.min_lr_ratio",
+        "--n_layers": "model.num_layers", "--out_dir": "base_output_directory",
+        "--remat full": "remat_policy model.gradient_checkpointing",
+        "--seq_len": "max_target_length model.max_seq_len", "--slices N": "dcn_data_parallelism",
+        "--steps, in all": "trainer.num_train_steps", "--tokenizer": "tokenizer_path",
+        "--warmup_steps, below 1": "warmup_steps_fraction optimizer.warmup",
+        "no flag: a batch is a function": "dataset_type",
+        "the variables WANDB_PROJECT": "trainer.wandb.project",
+    },
+    "Megatron": {
+        "--batch_size, of all": "micro-batch-size global-batch-size", "--ckpt_dir": "save load",
+        "--clip_norm": "clip-grad", "--data FILE": "data-path", "--d_ff": "ffn-hidden-size",
+        "--d_model": "hidden-size", "--ep": "expert-model-parallel-size",
+        "--tp": "tensor-model-parallel-size", "--eval_batches": "eval-iters",
+        "--eval_every": "eval-interval", "--log_every": "log-interval",
+        "--n_heads": "num-attention-heads", "--n_kv_heads": "num-query-groups",
+        "--n_layers": "num-layers", "--n_experts": "num-experts",
+        "--offload_optimizer": "optimizer-cpu-offload", "--remat full": "recompute-granularity",
+        "--save_every": "save-interval", "--schedule": "lr-decay-style",
+        "--seq_len": "seq-length max-position-embeddings", "--sp": "context-parallel-size",
+        "--steps, in all": "train-iters lr-decay-iters",
+        "--stop": "exit-interval exit-duration-in-mins",
+        "--warmup_steps, below 1": "lr-warmup-iters lr-warmup-fraction",
+        "no flag: no pipeline": "pipeline-model-parallel-size",
+    },
+    "Lightning": {
+        "--clip_norm": "gradient_clip_val", "--coordinator": "num_nodes",
+        "--dp, --fsdp": "strategy", "--dtype": "precision", "--epochs": "max_epochs",
+        "--eval_batches": "limit_val_batches",
+        "--eval_every": "val_check_interval check_val_every_n_epoch",
+        "--grad_accum_steps, parts": "accumulate_grad_batches", "--hooks": "callbacks",
+        "--keep_best": "save_top_k", "--log_every": "log_every_n_steps",
+        "--out_dir": "default_root_dir", "--overfit_batch": "overfit_batches",
+        "--profile": "profiler", "--steps, in all": "max_steps", "--stop": "max_time",
+        "--track": "logger", "no flag: all visible devices are used": "devices",
+        "the variable JAX_PLATFORMS": "accelerator",
+    },
+}
+
+
+def hints_of(names):
+    """{name: the hint} of unknown flags."""
+    argv = []
+    for name in names:
+        argv += [f"--{name}", "1"]
+    with pytest.raises(ValueError) as e:
+        config.parse(argv)
+    lines = str(e.value).removeprefix("unknown flag: ").split("\n  ")
+    return dict(re.fullmatch(r"--(\S+) \((.*)\)", line).groups() for line in lines)
+
+
+@pytest.mark.parametrize("trainer", OTHER_NAMES)
+def test_names_in_other_trainers(trainer):
+    """Each option name of another trainer is a flag, or an error with the flag or with a reason.
+
+    Break: config.py: hints |= dict.fromkeys(names.split(), =>
+    hints |= dict.fromkeys(names.split()[:1],
+    """
+    wanted = {}
+    for text, names in OTHER_NAMES[trainer].items():
+        wanted |= dict.fromkeys(names.split(), text)
+    hints = dict.fromkeys(wanted, "flag")
+    hints |= hints_of(name for name in wanted if name not in Config.__annotations__)
+    wrong = [f"--{name} ({hints[name]}), not {text}" for name, text in wanted.items()
+             if not re.match(rf"(use )?{re.escape(text)}(?!\w)", hints[name])]
+    assert not wrong, "edit OTHER_TRAINERS in config.py:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name, hint", [
+    ("bach_size", "nearest: --batch_size"), ("lr_multi", "nearest: --lr_mult"),
+    ("optimiser", "nearest: --optimizer"), ("setps", "nearest: --steps"),
+    ("grda_acum_steps", "nearest: --grad_accum_steps"), ("no-qk_nrom", "nearest: --qk_norm"),
+    ("lerning_rate", "use --lr"), ("zzzz", "see --help all"), ("min_length", "see --help all"),
+    ("sub_steps", "see --help all"), ("lrr", "see --help all"), ("seq_size", "see --help all")])
+def test_only_a_likely_misspelling_has_a_nearest_name(name, hint):
+    """A letter that is wrong, missing, too much or swapped with the next: one, in long names two.
+
+    Break: config.py: if one[:2] == other[:2][::-1]: => if False:
+    """
+    assert hints_of([name]) == {name: hint}
+    assert config.did_you_mean("AdamW", step.OPTIMIZERS) == "nearest: adamw"
+    assert config.did_you_mean("adagrad", ("sgd", "lion")) == "legal: sgd, lion"
 
 
 # ---- numbers, intervals
