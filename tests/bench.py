@@ -610,7 +610,7 @@ def hardware():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[""],
                         help="run the rows whose name contains one of these words")
     parser.add_argument("--runs", type=int, default=3, help="interleaved runs of each contestant")

@@ -58,7 +58,7 @@ def run(name):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", help=f"runs among {', '.join(RUNS)}; default: all")
     for name in parser.parse_args().names or RUNS:
         print("\n".join(run(name)), flush=True)

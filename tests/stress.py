@@ -189,7 +189,8 @@ def wait_for(ready, runs):
     deadline = time.monotonic() + 120
     while not ready() and all(run.is_alive() for run, _ in runs):
         time.sleep(0.0005)
-        assert time.monotonic() < deadline, [log.read_text() for _, log in runs]
+        if time.monotonic() > deadline:
+            raise TimeoutError([log.read_text() for _, log in runs])
 
 
 def kill_run(start, cfg, rng):
@@ -226,7 +227,9 @@ def count_run_kills(n_kills, seed, root):
     rng, counts, n_killed = random.Random(seed), Counter(), 0
     steps = min(400, 30 * n_kills)
     straight = make_run(root, "straight", steps)
-    assert [tests.ended(*run, 600)[0] for run in tests.two(straight)] == [0, 0]
+    codes = [tests.ended(*run, 600)[0] for run in tests.two(straight)]
+    if codes != [0, 0]:
+        raise RuntimeError(f"the undisturbed run ended with {codes}")
     while n_killed < n_kills:
         cfg = make_run(root, f"killed{n_killed}", steps)
         has_ended = False
@@ -250,7 +253,7 @@ def count_run_kills(n_kills, seed, root):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for flag, default in (("--kills", 500), ("--damage", 1000), ("--run_kills", 0), ("--seed", 0)):
         parser.add_argument(flag, type=int, default=default)
     args = parser.parse_args()

@@ -153,7 +153,7 @@ def audit(out_dir, first, last, task=train.TEXT, kind=config.Config):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out_dir", help="folder of the run")
     parser.add_argument("--first", type=int, required=True, help="step of a checkpoint")
     parser.add_argument("--last", type=int, required=True, help="step of a later save")

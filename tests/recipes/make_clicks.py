@@ -60,5 +60,5 @@ def main(folder, days=4, rows=100_000):
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        sys.exit(__doc__)
+        sys.exit(__doc__ or "usage: make_clicks.py FOLDER [DAYS] [ROWS]")  # -OO removes __doc__
     main(*sys.argv[1:])
