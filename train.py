@@ -2486,9 +2486,11 @@ def plot(cfg):
             for name in names:
                 points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
                 axes.plot(*np.reshape(points, (-1, 2)).T, ".-", label=name)
-            axes.legend()
+            axes.legend(axes.lines, names)
         figure.supxlabel("step")
         figure.suptitle(str(cfg.out_dir))
+        for text in figure.findobj(lambda artist: hasattr(artist, "set_parse_math")):
+            text.set_parse_math(False)  # a $ in a name begins no formula
         figure.savefig(Path(cfg.out_dir) / "plot.png", dpi=100)
 
     return observe

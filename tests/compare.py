@@ -8,7 +8,6 @@ Reads only config.json, metrics.jsonl and the lock of each folder, and needs no 
 the fields in which the configs differ, and the best run first.
 """
 import argparse
-import contextlib
 import fcntl
 import glob
 import importlib.util
@@ -33,21 +32,20 @@ MEAN_ROWS = 10  # newest log rows over which a training metric is averaged
 # column for the steps.
 HIDDEN_FIELDS = {*config.LAUNCH_FIELDS, "out_dir", "ckpt_dir", "export", "cache_dir", "token_cache",
                  "steps"}
-# Events to read from metrics.jsonl, with fields that each row of them has. A row without these was
-# added by hand, and is skipped.
+# Events to read from metrics.jsonl, with fields that each row of them has, and their types.
 EVENTS = {
-    "start": {"step", "unit", "config", "n_params"},
-    "log": {"step"},
-    "eval": {"step"},
-    "save": {"step"},
-    "end": {"step", "exit_code", "reason"},
-    "error": {"error"},
+    "start": {"step": int, "unit": str, "config": dict, "n_params": int},
+    "log": {"step": int},
+    "eval": {"step": int},
+    "save": {"step": int},
+    "end": {"step": int, "exit_code": int, "reason": str},
+    "error": {"step": int, "error": str},
 }
 
 
 def main(argv):
     """Compare the runs that a command line names. Return the exit code: 2 for invalid input."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folders", nargs="+", help="folders of runs, or globs such as 'out/*'")
     parser.add_argument("--by", default="val_loss",
                         help="metric to sort by, as val_loss, 'val_acc>' (the highest first) or "
@@ -80,7 +78,7 @@ def compare(folders, by="val_loss", png_path=None):
         raise ValueError(f"--png: {missing}")
 
     # Read and summarize the runs, and sort them. Those without a value come last.
-    runs = read_runs(folders)
+    runs = read_runs(folders, by)
     train_name = training_metric(by, runs)
     for run in runs:
         run |= summarize(run, by, sign, train_name)
@@ -96,7 +94,7 @@ def compare(folders, by="val_loss", png_path=None):
 
     width = shutil.get_terminal_size((10_000, 24)).columns  # without a terminal nothing is cut
     order = "highest" if sign == ">" else "lowest"
-    reasons = [f"{run['name']}: {run['reason']}" for run in runs if run["reason"]]
+    reasons = [f"{run['name']}: {printable(run['reason'])}" for run in runs if run["reason"]]
     print(f"by {by}, the {order} first; training {train_name}: mean over the last {MEAN_ROWS} log "
           "rows, by labels")
     print("\n".join([*format_table(table_columns(runs, fields, by), width), *reasons]))
@@ -107,23 +105,26 @@ def compare(folders, by="val_loss", png_path=None):
 
 # ---- reading runs
 
-def read_runs(folders):
+def read_runs(folders, by="val_loss"):
     """[{"run" (its path), "name" (to show), "config", "rows"}] of the folders that are runs."""
     paths = []
     for text in folders:
-        paths += sorted(glob.glob(text)) or [text]
+        # The name of a folder, as lr=[1,2], may also be a pattern that matches others.
+        matches = [] if os.path.exists(text) else sorted(glob.glob(text))
+        paths += matches or [text]
     runs = []
     skipped = []
     for path in dict.fromkeys(map(os.path.realpath, paths)):
         try:
-            fields = json.loads(Path(path, "config.json").read_bytes())
-            rows = read_rows(Path(path, "metrics.jsonl"))
-        except (OSError, ValueError):
+            # A field that an older config lacks has its default.
+            defaults = json.loads(config.to_json(config.Config()))
+            fields = defaults | json.loads(Path(path, "config.json").read_bytes())
+            check_types(fields, {"steps": int})
+            rows = read_rows(Path(path, "metrics.jsonl"), by)
+        except (OSError, ValueError, TypeError, RecursionError):
             skipped.append(path)
             continue
-        # A field that an older config lacks has its default.
-        defaults = json.loads(config.to_json(config.Config()))
-        runs.append({"run": path, "config": defaults | fields, "rows": rows})
+        runs.append({"run": path, "config": fields, "rows": rows})
     if skipped:
         print(f"skipped, not a run: {listed(skipped, 5)}", file=sys.stderr)
     if not runs:
@@ -133,21 +134,62 @@ def read_runs(folders):
     # Without the folders that all have in common.
     common = os.path.commonpath([os.path.dirname(run["run"]) for run in runs])
     for run in runs:
-        run["name"] = os.path.relpath(run["run"], common)
+        run["name"] = printable(os.path.relpath(run["run"], common))
     return runs
 
 
-def read_rows(path):
-    """The rows of metrics.jsonl without histograms; numbers that are not finite are None."""
+def read_rows(path, by):
+    """The rows of metrics.jsonl of known events. Rows that cannot be used, as they were edited or
+    come from another tool, are skipped, and their number is printed.
+    """
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            row = json.loads(line, parse_constant=lambda name: None)
-            event = row.get("event") if isinstance(row, dict) else None
-            if event in EVENTS and EVENTS[event] <= row.keys():
-                row.pop("watch", None)
-                rows.append(row)
+    n_skipped = 0
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+                if row["event"] in EVENTS:
+                    rows.append(checked_row(row, by))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                # A line without an end is being written.
+                n_skipped += line.endswith("\n") and not line.isspace()
+    if n_skipped:
+        print(f"{path}: skipped rows that cannot be used: {n_skipped}", file=sys.stderr)
     return rows
+
+
+def checked_row(row, by):
+    """The row without histograms, and with the sum of time_s. Raises an error if a field that the
+    rest reads is missing or has another type.
+    """
+    if row["event"] == "error":
+        row = {"step": 0} | row  # it ends a log, and has no step
+    check_types(row, EVENTS[row["event"]])
+    if row["event"] == "start":
+        check_types(row["config"], {"steps": int})
+    row.pop("watch", None)
+    metrics = (by, by.removeprefix("val_"), "loss", "n_labels")
+    for name, x in row.items():
+        if name == "time_s":
+            row[name] = sum(map(as_number, x.values()))
+        elif name.partition("/")[0] in metrics or name.endswith(("s_per_s", "s_per_step")):
+            row[name] = as_number(x)
+    return row
+
+
+def check_types(fields, types):
+    """Raise TypeError or KeyError unless the fields have these types. Each integer is a count."""
+    for name, kind in types.items():
+        x = fields[name]
+        if type(x) is not kind or (kind is int and not 0 <= x < 2**53):
+            raise TypeError(f"{name} is {x!r}")
+
+
+def as_number(x):
+    """The number; NaN for null, as JSON has no NaN, and for numbers too large for sums."""
+    if x is not None and type(x) not in (int, float):
+        raise TypeError(f"{x!r} is not a number")
+    return x if x is not None and abs(x) < 1e100 else math.nan
 
 
 def training_metric(by, runs):
@@ -185,26 +227,24 @@ def summarize(run, by, sign, train_name):
             points.append(row)
 
     # The best value with its step and that of each validation set, and the last value.
-    finite = [row for row in points if row[by] is not None]
+    finite = [row for row in points if math.isfinite(row[by])]
     choose = max if sign == ">" else min
     best = choose(finite, key=lambda row: row[by], default={})
-    last = {}
-    if points:
-        last = points[-1] | {by: nan_if_none(points[-1][by])}
+    last = points[-1] if points else {}
 
     # Means of the newest log rows. One without a label has no loss.
     values, weights = [], []
     for row in logs[-MEAN_ROWS:]:
-        if train_name in row and row.get("n_labels", 1):
-            values.append(nan_if_none(row[train_name]))
+        if train_name in row and row.get("n_labels", 1) > 0:
+            values.append(row[train_name])
             weights.append(row.get("n_labels", 1))
     speed = f"{start['unit']}s_per_s"
-    speeds = [row[speed] for row in logs[-MEAN_ROWS:] if speed in row]
+    speeds = [row[speed] for row in logs[-MEAN_ROWS:] if math.isfinite(row.get(speed, math.nan))]
     times = [row["time_s"] for row in rows if "time_s" in row]
 
     state, reason = state_of(run["run"], rows, start["config"]["steps"])
     return {
-        "step": max((row["step"] for row in rows if "step" in row), default=0),
+        "step": max((row["step"] for row in rows), default=0),
         "steps": start["config"]["steps"],
         "best": best.get(by),
         "best_step": best.get("step"),
@@ -214,15 +254,11 @@ def summarize(run, by, sign, train_name):
         "train": statistics.fmean(values, weights) if values else None,
         "unit": start["unit"],
         "units_per_s": statistics.median(speeds) if speeds else None,
-        "wall_s": sum(times[-1].values()) if times else None,
+        "wall_s": times[-1] if times else None,
         "n_params": start["n_params"],
         "state": state,
         "reason": reason,
     }
-
-
-def nan_if_none(x):
-    return math.nan if x is None else x
 
 
 def state_of(path, rows, steps):
@@ -289,7 +325,8 @@ def table_columns(runs, fields, by):
     columns = []
 
     def add(title, rank, cells):
-        columns.append({"title": title, "rank": rank, "cells": list(cells)})
+        cells = list(map(printable, cells))
+        columns.append({"title": printable(title), "rank": rank, "cells": cells})
 
     add("run", 0, (run["name"] for run in runs))
     for name in fields:
@@ -334,7 +371,7 @@ def format_metric(x):
 
 def format_seconds(seconds):
     """A duration as 81s, 12m30s or 3h05m."""
-    if seconds is None:
+    if seconds is None or math.isnan(seconds):
         return ""
     seconds = round(seconds)
     if seconds < 120:
@@ -366,6 +403,11 @@ def format_table(columns, width):
     if dropped:
         lines.append(f"no room for {listed(dropped, 8)}: widen the terminal, or write to a file")
     return lines
+
+
+def printable(text):
+    """The text with escapes for newlines and other characters that would break a line."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def listed(names, n_most):
@@ -405,7 +447,8 @@ def draw(path, runs, by, direction, train_name):
         colour = f"C{i}" if i < N_COLOURED else "lightgrey"
         label = ""
         if i < N_COLOURED:
-            label = f"{shorten(run['name'], 40)}  {format_metric(run['best'])}  {run['state']}"
+            # It begins with a space, since matplotlib hides labels that begin with _.
+            label = f" {shorten(run['name'], 40)}  {format_metric(run['best'])}  {run['state']}"
         elif i == N_COLOURED:
             label = f"{len(runs) - N_COLOURED} more"
         training, validation = run["curves"]
@@ -428,6 +471,8 @@ def draw(path, runs, by, direction, train_name):
     lines = [line for line in reversed(panels[0].lines) if not line.get_label().startswith("_")]
     figure.legend(handles=lines, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     figure.suptitle(f"{by} (markers) and training {train_name} (thin, smoothed)", fontsize=11)
+    for text in figure.findobj(lambda artist: hasattr(artist, "set_parse_math")):
+        text.set_parse_math(False)  # a $ in a name begins no formula
     figure.savefig(path, dpi=100)
     return figure
 
@@ -442,13 +487,14 @@ def curve(run, event, name):
     for row in run["rows"]:
         units_per_step = row.get(f"{run['unit']}s_per_step", units_per_step)
         if "time_s" in row:
-            seconds.setdefault(row["step"], sum(row["time_s"].values()))
+            seconds.setdefault(row["step"], row["time_s"])
     steps = np.array([row["step"] for row in rows], float)
     return {
         "steps": steps,
         "units": steps * units_per_step,
-        "minutes": np.interp(steps, list(seconds), list(seconds.values())) / 60 if rows else steps,
-        "values": np.array([row[name] for row in rows], float),  # None becomes NaN
+        "minutes": (np.interp(steps, list(seconds), list(seconds.values())) / 60 if seconds
+                    else steps * math.nan),
+        "values": np.array([row[name] for row in rows], float),
     }
 
 
@@ -485,4 +531,5 @@ def y_range(runs, direction):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack characters of a name
     sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import ckpt
 import compare
 import config
 import train
+from conftest import ROOT
 
 # ---- real runs
 
@@ -145,6 +148,93 @@ def test_losses_and_rows_that_do_not_count(tmp_path, capsys):
     assert "2.0000 @3" in capsys.readouterr().out
 
 
+# Lines that a person, or another tool or version, wrote into a log, and that cannot be used.
+CONFIG = dataclasses.asdict(config.Config())
+UNUSABLE = [json.dumps(row) for row in (
+    # Fields that are missing.
+    {"event": "log", "loss": 0.1}, {"event": "start", "step": 0}, {"event": "end"},
+    {"event": "error"}, {"step": 41, "loss": 0.1}, {},
+    # Steps.
+    {"event": "log", "step": "41", "loss": 0.1}, {"event": "log", "step": -1, "loss": 0.1},
+    {"event": "log", "step": True, "loss": 0.1}, {"event": "log", "step": 41.5, "loss": 0.1},
+    {"event": "log", "step": 10**400, "loss": 0.1}, {"event": "save", "step": None},
+    {"event": "error", "error": "by hand", "step": "41"},
+    # Metrics.
+    {"event": "eval", "step": 41, "val_loss": "0.1"}, {"event": "log", "step": 41, "loss": {}},
+    {"event": "eval", "step": 41, "val_loss": True}, {"event": "eval", "step": 41, "val_loss": []},
+    {"event": "eval", "step": 41, "val_loss": 0.1, "val_loss/code": "0.1"},
+    {"event": "log", "step": 41, "loss": 0.1, "n_labels": "10"},
+    {"event": "log", "step": 41, "loss": 0.1, "tokens_per_s": "fast"},
+    # Times.
+    {"event": "log", "step": 41, "loss": 0.1, "time_s": None},
+    {"event": "log", "step": 41, "loss": 0.1, "time_s": 9.0},
+    {"event": "log", "step": 41, "loss": 0.1, "time_s": {"step": "9"}},
+    # Launches and ends.
+    START | {"config": None}, START | {"config": {}}, START | {"config": CONFIG | {"steps": "9"}},
+    START | {"config": CONFIG, "unit": 1}, START | {"config": CONFIG, "n_params": None},
+    START | {"config": CONFIG, "tokens_per_step": "128"},
+    END | {"step": 40, "exit_code": "0"}, END | {"step": 40, "exit_code": 1, "reason": None},
+    {"event": "error", "error": None},
+    # No objects, and events that are not texts.
+    7, None, [], "text", {"event": ["log"], "step": 41})]
+UNUSABLE += ['{"event": "log", "step"', '{"step": ' + "9" * 5000 + "}", "[" * 100_000, "\0" * 99]
+# Lines that are normal: rows of hooks, metrics that are not finite, a row in UTF-8, an empty line.
+NORMAL = ['{"event": "note", "step": "x"}', '{"event": "log", "step": 1, "note": "text", "z": []}',
+          '{"event": "log", "step": 1, "loss": null, "n_labels": 0, "tokens_per_s": null}',
+          '{"event": "log", "step": 1, "loss": -1e999, "n_labels": -3, "time_s": {"eval": null}}',
+          '{"event": "log", "step": 1, "loss": null, "n_labels": null, "val_loss/a": null}',
+          '{"event": "eval", "step": 1, "val_loss": -Infinity}',
+          '{"event": "eval", "step": 1, "val_loss": -1' + "0" * 400 + "}",
+          '{"event": "eval", "step": 1, "val_loss": 9.0, "note": "a\u2028b"}', " "]
+
+
+def test_rows_of_other_types_are_skipped_and_counted(tmp_path, capsys):
+    """A log with rows that cannot be used is compared without them, and their number is printed.
+
+    Break: tests/compare.py: check_types(row, EVENTS[row["event"]]) => pass
+    """
+    def compared(name, lines, end="\n"):
+        path = Path(write_run(tmp_path / name, rows_falling_to(2.0)))
+        with open(path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write("\n".join(["", *lines]) + end)
+        run, = compare.compare([str(path)], png_path="")
+        shown = {key: x for key, x in run.items() if key not in ("run", "name", "rows", "config")}
+        return shown, capsys.readouterr().err.replace(str(tmp_path), "")
+
+    good, printed = compared("good", [])
+    assert not printed and good["best"] == 2.0 and good["wall_s"] == 11.0
+    for i, line in enumerate(UNUSABLE):
+        message = f"/{i}/metrics.jsonl: skipped rows that cannot be used: 1\n"
+        assert compared(f"{i}", [line]) == (good, message), line[:99]
+    _, printed = compared("all", UNUSABLE)
+    assert printed.endswith(f" used: {len(UNUSABLE)}\n")
+    assert compared("being written", ['{"event": "eval", "step": 4'], end="") == (good, "")
+    run, printed = compared("normal", NORMAL)
+    assert not printed and run["step"] == 40 and run["best"] == 2.0 and run["last"] == 9.0
+    assert math.isfinite(run["train"]) and run["units_per_s"] == 100.0
+
+    # The metrics that are read depend on the one to sort by.
+    log = tmp_path / "log"
+    log.write_text("".join(f'{{"event": "log", "step": 1, "{name}": "x"}}\n'
+                           for name in ("val_acc", "acc", "loss", "val_loss", "ppl")))
+    assert len(compare.read_rows(log, "val_acc")) == 2
+
+    # All of them in one picture, and a log without times, from an editor that writes a mark first.
+    line = json.dumps(eval_row(1, 2.5))
+    Path(tmp_path, "good/metrics.jsonl").write_text(line + "\n", encoding="utf-8-sig")
+    both = compare.read_runs([str(tmp_path / "good"), str(tmp_path / "normal")])
+    figure = drawn(both, tmp_path / "x.png")
+    assert [len(line.get_xdata()) for line in figure.axes[2].lines] == [0, 1, 43, 43]
+
+    # A config.json of another kind is not that of a run.
+    for fields in (None, 7, ["steps"], "text", {"steps": "9"}, {"steps": None}, {"steps": -1}):
+        Path(tmp_path, "good/config.json").write_text(json.dumps(fields))
+        assert compare.main([str(tmp_path / "good"), "--png", ""]) == 2, fields
+        assert "skipped, not a run: " in capsys.readouterr().err
+    Path(tmp_path, "good/config.json").write_text('{"lr": [], "seed": null, "data": {"a": 1}}')
+    assert compare.main([str(tmp_path / "good"), str(tmp_path / "normal"), "--png", ""]) == 0
+
+
 def test_the_training_loss_is_a_mean_by_labels(tmp_path):
     """The mean over the last ten log rows weighs each by its labels; the speed is their median.
 
@@ -154,11 +244,11 @@ def test_the_training_loss_is_a_mean_by_labels(tmp_path):
     losses, speeds = rng.normal(2, 1, 30), rng.normal(100, 9, 30)
     n_labels = rng.integers(1, 100, 30)
     logs = [log_row(i, *values) for i, values in enumerate(zip(losses, n_labels, speeds))]
-    logs[-3] |= {"loss": None, "n_labels": 0.0}
+    logs[-3] |= {"loss": None, "n_labels": 0.0, "tokens_per_s": None}
     run, = compare.compare([write_run(tmp_path / "a", logs)], png_path="")
     expected = np.average(np.delete(losses[-10:], -3), weights=np.delete(n_labels[-10:], -3))
     assert run["train"] == pytest.approx(expected, rel=1e-12)
-    assert run["units_per_s"] == pytest.approx(np.median(speeds[-10:]))
+    assert run["units_per_s"] == pytest.approx(np.median(np.delete(speeds[-10:], -3)))
 
 
 def test_only_fields_that_differ(tmp_path):
@@ -262,10 +352,55 @@ def test_curves_are_those_of_the_logs(tmp_path):
         low, high = axes.get_ylim()
         assert 0.8 < low < losses.min() - 0.1 and losses[8] + 0.2 < high < 2
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert texts == ["0  1.0000  stopped", "1  1.1000  stopped", "2  1.2000  stopped",
-                     "diverged  1e+06  stopped"]
+    assert texts == [" 0  1.0000  stopped", " 1  1.1000  stopped", " 2  1.2000  stopped",
+                     " diverged  1e+06  stopped"]
     rising = {"curves": [{"values": np.linspace(0, 0.9, 40)}]}
     assert compare.y_range([rising], -1) == pytest.approx([-0.045, 0.945])
+
+
+# Names of folders, each with its form in the table and the legend.
+NAMES = {"$x$": "$x$", "lr=$\\frac$": "lr=$\\frac$", "_a_{b}^%s": "_a_{b}^%s", "__": "__",
+         "a\nb\t": "a\\nb\\t", "\x1b[31m": "\\x1b[31m", "bad\udcff": "bad\\udcff", "é": "é",
+         "lr=[1,2]": "lr=[1,2]", "n" * 200: "n" * 19 + ".." + "n" * 19}
+
+
+def test_names_are_no_formulas_and_break_no_line(tmp_path, capsys):
+    """Names of runs, metrics, units and fields are drawn as they are, with escapes for newlines.
+
+    Break: tests/compare.py: text.set_parse_math(False) => pass
+    """
+    by = "_$\\frac$"
+    paths = []
+    for i, name in enumerate(NAMES):
+        rows = [{"event": "eval", "step": 1, by: i / 10, f"{by}/\n$": 1.0}, log_row(2, 1.0),
+                {"event": "end", "step": 2, "exit_code": 1, "reason": "a\nb"}]
+        paths.append(write_run(tmp_path / name, rows, seed=i, data=("$\n",) * i))
+        text = Path(paths[-1], "metrics.jsonl").read_text()
+        Path(paths[-1], "metrics.jsonl").write_text(text.replace("token", "_$\\\\frac"))
+    write_run(tmp_path / "lr=1", rows)  # the pattern lr=[1,2] matches it
+    runs = compare.compare(paths, by, str(tmp_path / "x.png"))
+    lines = capsys.readouterr().out.splitlines()
+    table = [line.split()[0] for line in lines if "  failed" in line]
+    assert [name[:19] for name in table] == [name[:19] for name in NAMES.values()]
+    assert len(lines) == 3 + 2 * len(NAMES)  # a row and a reason for each
+    figure = compare.draw(tmp_path / "x.png", runs, by, 1, "loss")
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == [f" {name}  {i / 10:.4f}  failed" for i, name in enumerate(NAMES.values())]
+
+
+def test_without_docstrings_and_in_ascii(tmp_path):
+    """`python -OO`, which removes docstrings, and a terminal without a letter of a name.
+
+    Break: tests/compare.py: (__doc__ or "").partition => __doc__.partition
+    """
+    run = write_run(tmp_path / "é", rows_falling_to(1.0))
+    done = subprocess.run(
+        [sys.executable, "-OO", compare.__file__, run, "--png", str(tmp_path / "x.png")],
+        capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and b"\n\\xe9 " in done.stdout, done.stderr
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("tests/recipes/*.py")):
+        if path.name != "test_compare.py":
+            assert "__doc__." not in path.read_text(), f"{path}: it is None under -OO"
 
 
 def test_many_runs_have_a_short_legend(tmp_path):

@@ -809,19 +809,22 @@ def test_metrics_jsonl_resumes_at_the_step_of_the_run(tmp_path):
 
 
 def test_the_plot_shows_the_log(tmp_path, monkeypatch):
-    """The plot shows losses, rate, gradient norm and throughput, once a run ends.
+    """The plot shows losses, rate, gradient norm and throughput, once a run ends. Its texts are no
+    formulas.
 
     Break: train.py: rows = [row for row in rows if row["event"] in ("log", "eval")] => pass
     """
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (
-        {"event": "start", "step": 0, "unit": "image"},
-        {"event": "log", "step": 1, "loss": 3.0, "lr": 0.5, "images_per_s": 70},
-        {"event": "log", "step": 2, "loss": 2.0, "lr": 0.25, "images_per_s": 90},
+    out_dir = tmp_path / "$\\frac$"
+    out_dir.mkdir()
+    (out_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (
+        {"event": "start", "step": 0, "unit": "_$\\frac$"},
+        {"event": "log", "step": 1, "loss": 3.0, "lr": 0.5, "_$\\frac$s_per_s": 70},
+        {"event": "log", "step": 2, "loss": 2.0, "lr": 0.25, "_$\\frac$s_per_s": 90},
         {"event": "log", "step": 3}, {"event": "eval", "step": 2, "val_loss": 2.5},
         {"event": "end", "step": 3, "loss": 9.0, "val_loss": 9.0})))
-    observe = train.plot(types.SimpleNamespace(out_dir=tmp_path))
+    observe = train.plot(types.SimpleNamespace(out_dir=out_dir))
     observe("eval", {})
     assert not drawn
     observe("end", {})
@@ -830,7 +833,10 @@ def test_the_plot_shows_the_log(tmp_path, monkeypatch):
              for axes in figure.axes for line in axes.lines}
     assert lines == {"loss": [[1, 3], [2, 2]], "val_loss": [[2, 2.5]],
                      "lr": [[1, 0.5], [2, 0.25]], "grad_norm": [],
-                     "images_per_s": [[1, 70], [2, 90]]}
+                     "_$\\frac$s_per_s": [[1, 70], [2, 90]]}
+    labels = [text.get_text() for axes in figure.axes for text in axes.get_legend().texts]
+    assert labels == list(lines)
+    figure.draw_without_rendering()
 
 
 def test_the_console_prints_lines_and_a_progress_bar(monkeypatch, capsys):
