@@ -59,7 +59,7 @@ def flatten(tree):
     return arrays, treedef
 
 
-def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, log=print):
+def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, log=print, passing=False):
     """Start to write `tree` as checkpoint `step`; return a Future of its path.
 
     Returns when the arrays may be overwritten or donated; a thread does the rest. A checkpoint of
@@ -69,10 +69,11 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, log=print):
 
     root: a folder, gs://bucket/path, s3://bucket/path or, for a server other than Amazon's,
     s3://bucket/path?endpoint=http://host:port. meta: further entries of meta.json; "step", "folder"
-    and "arrays" are reserved. log: gets a message for each file that cannot be deleted.
+    and "arrays" are reserved. log: gets a message for each file that cannot be deleted. passing:
+    whether `delete_old` deletes this checkpoint as soon as there is a newer one.
 
-    Raises TypeError for a reserved entry, ValueError for a tree that cannot be saved. All other
-    errors are raised by the Future: see `wait`.
+    Raises TypeError for a reserved entry and for a value that JSON lacks, ValueError for a tree
+    that cannot be saved. All other errors are raised by the Future: see `wait`.
     """
     arrays, _ = flatten(tree)
 
@@ -91,14 +92,16 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, log=print):
     # TypeError for a reserved entry.
     meta = dict(step=int(step), folder=save_id, arrays=layouts, **(meta or {}))
     # Convert meta to what a reader will get: JSON has text keys and no NumPy numbers.
-    meta = json.loads(json.dumps(meta, default=lambda x: np.asarray(x).tolist()))
+    meta = json.loads(json.dumps(meta, default=_as_json))
 
     thread = ThreadPoolExecutor(1, "ckpt")
-    return thread.submit(_write, root, meta, shards, max_to_keep, keep_period, log)
+    retention = (max_to_keep, keep_period)
+    return thread.submit(_write, root, meta, shards, retention, log, passing)
 
 
-def _write(root, meta, shards, max_to_keep, keep_period, log):
-    """Write the shards of this process and commit; return the path of the checkpoint.
+def _write(root, meta, shards, retention, log, passing):
+    """Write the shards of this process and commit; return the path of the checkpoint. retention:
+    arguments of `delete_old`.
 
     Raises ValueError when anything fails, after deleting what this save has written.
     """
@@ -130,6 +133,8 @@ def _write(root, meta, shards, max_to_keep, keep_period, log):
             store.write(f"{save_id}.{rank}", json.dumps(sums).encode()).result()
             sums += _wait_for_peers(store, save_id)
         if rank == 0:
+            if passing:
+                store.write(f"{save_id}{PASSING}", b"").result()
             _add_sums(meta, sums)
             _commit(root, store, meta)
     except (ValueError, OSError) as e:  # TensorStore raises ValueErrors
@@ -144,7 +149,7 @@ def _write(root, meta, shards, max_to_keep, keep_period, log):
     if rank == 0:
         try:
             delete_leftovers(root, log, only=meta["step"])
-            delete_old(root, max_to_keep, keep_period, log, up_to=meta["step"])
+            delete_old(root, *retention, log, up_to=meta["step"])
         except (ValueError, OSError) as e:
             log(f"{path} is written; deleting what it replaces failed: {_message(e)}")
     return path
@@ -321,6 +326,13 @@ def _in_host_memory(x):
 
 
 # ---- parts of a save
+
+def _as_json(x):
+    if hasattr(x, "tolist"):  # NumPy, JAX
+        return x.tolist()
+    raise TypeError(f"meta: {x!r:.60} is of type {type(x).__name__}, which JSON lacks; give "
+                    "numbers, texts, lists and dicts, and arrays apart")
+
 
 def _check_space(root, n_bytes):
     """Raise OSError when the disk of a folder has less than n_bytes free."""
@@ -625,7 +637,8 @@ def newest_meta(root):
 
 
 # Names that a save writes in a step's folder, perhaps with the end of a lock of TensorStore.
-KNOWN_NAMES = re.compile(r"(save-[0-9a-f]{8}(\.(\d+|failed))?|meta\.json)(\.__lock)?")
+KNOWN_NAMES = re.compile(r"(save-[0-9a-f]{8}(\.(\d+|failed|passing))?|meta\.json)(\.__lock)?")
+PASSING = ".passing"  # end of the name of a file that marks a passing checkpoint, see `save`
 
 
 def _step_folders(root):
@@ -671,6 +684,8 @@ def _kvstore(root, *names):
     if not _is_local(root):
         return _bucket_kvstore(root, *names)
     path = Path(root, *names).resolve()  # TensorStore refuses ".."
+    if "\\" in str(path):  # a file would be written elsewhere
+        raise ValueError(f"{path}: TensorStore takes a \\ for a /; choose a path without it")
     return {"driver": "file", "path": f"{path}/", "file_io_sync": True}
 
 
@@ -736,10 +751,10 @@ def _delete_keys(root, name):
 PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
 
 
-def is_shared(root):
-    """Whether this process reads in a root what process 0 writes there."""
+def check_shared(root):
+    """Raise ValueError in every process when one does not read in a root what process 0 writes."""
     if jax.process_count() == 1:
-        return True
+        return
 
     def write_mark():
         mark = os.urandom(8).hex()
@@ -747,7 +762,13 @@ def is_shared(root):
         return mark
 
     mark = broadcast_from_main(write_mark)
-    return _read(_open(root), ".shared") == mark.encode()
+    is_read = gather(_read(_open(root), ".shared") == mark.encode())
+    if jax.process_index() == 0:
+        _delete(root, print, ".shared")
+    if not all(is_read):
+        raise ValueError(f"process {is_read.index(False)} does not find in {root} what process 0 "
+                         "writes there: choose an --out_dir or a --ckpt_dir on a disk or in a "
+                         "bucket that all processes share")
 
 
 def _wait_for_peers(store, save_id):
@@ -784,12 +805,15 @@ def _wait_for_peers(store, save_id):
 # ---- retention and clean-up
 
 def delete_old(root, max_to_keep, keep_period=0, log=print, up_to=float("inf")):
-    """Delete the checkpoints up to a step, except the `max_to_keep` newest (0: keep all) and those
-    whose step keep_period divides. `log` gets a message for each that cannot be deleted.
+    """Delete the passing checkpoints up to a step, but for the newest checkpoint, then all but the
+    `max_to_keep` newest (0: keep all). Those whose step keep_period divides stay. `log` gets a
+    message for each that cannot be deleted.
     """
     folders = _step_folders(root)
     saved = [step for step in sorted(folders) if "meta.json" in folders[step] and step <= up_to]
-    for step in saved[:-max_to_keep]:  # [:-0] is empty
+    passing = [step for step in saved[:-1] if any(name.endswith(PASSING) for name in folders[step])]
+    lasting = [step for step in saved if step not in passing]
+    for step in passing + lasting[:-max_to_keep]:  # [:-0] is empty
         if not keep_period or step % keep_period:
             _delete_step(root, step, folders[step], log)
 
@@ -828,7 +852,8 @@ def delete_leftovers(root, log=print, only=None):
             _delete_step(root, step, names, log)
             continue
         with contextlib.suppress(ValueError):  # a corrupted meta.json does not name its folder
-            for name in names - {"meta.json", read_meta(root, step)["folder"]}:
+            save_id = read_meta(root, step)["folder"]
+            for name in names - {"meta.json", save_id, f"{save_id}{PASSING}"}:
                 if KNOWN_NAMES.fullmatch(name):
                     _delete(root, log, f"{_step_name(step)}/{name}")
 
@@ -878,16 +903,22 @@ def newest_run_meta(root, needed_for=""):
     """(step, meta) of the newest checkpoint of a run, see `newest_meta`.
 
     needed_for: the purpose that needs a checkpoint; "" if the run can do without. Raises ValueError
-    when a needed checkpoint is missing, or was not saved by a run.
+    when a needed checkpoint is missing.
     """
     saved, meta = newest_meta(root)
     if needed_for and not meta:
         raise ValueError(f"{needed_for}: {root} holds no checkpoint; name the --out_dir of a run "
                          "that has saved one")
-    if meta and "config" not in meta:
-        raise ValueError(f"{root}: checkpoint {saved} was not saved by a run; to start from its "
-                         "parameters, use --init_from")
     return saved, meta
+
+
+def check_is_of_run(root, meta, entries=("config", "data", "hooks", "progress")):
+    """Raise ValueError when the meta of a checkpoint lacks entries that a run saves."""
+    missing = [name for name in entries if name not in meta]
+    if meta and missing:
+        raise ValueError(f"{root}: checkpoint {meta['step']} was not saved by a run: its meta.json "
+                         f"has no {', '.join(missing)}; to start from its parameters, use "
+                         "--init_from")
 
 
 def find_start(out_dir, root, resume, given=False):
@@ -897,13 +928,17 @@ def find_start(out_dir, root, resume, given=False):
     parameters. Raises ValueError when a required checkpoint is missing, or when a checkpoint must
     not exist.
     """
+    # A folder outside out_dir may have the checkpoints of another run. A run that was moved, or has
+    # its out_dir at another place in each launch, still resumes.
+    if root != ckpt_root(out_dir, ""):
+        owner = newest_meta(root)[1].get("config", {}).get("out_dir", out_dir)
+        recorded_root = broadcast_from_main(lambda: root_of(owner))
+        is_moved = os.path.realpath(recorded_root) != os.path.realpath(root)
+        if os.path.realpath(owner) != os.path.realpath(out_dir) and (
+                resume == "overwrite" or not is_moved):
+            raise ValueError(f"ckpt_dir {root}: has the checkpoints of the run {owner}, not of "
+                             f"{out_dir}; choose another --ckpt_dir")
     if resume == "overwrite":
-        # A folder outside out_dir may have the checkpoints of another run.
-        if root != ckpt_root(out_dir, ""):
-            owner = newest_meta(root)[1].get("config", {}).get("out_dir", out_dir)
-            if os.path.realpath(owner) != os.path.realpath(out_dir):
-                raise ValueError(f"resume overwrite: {root} has the checkpoints of the run "
-                                 f"{owner}, not of {out_dir}; choose another --ckpt_dir")
         return None, {}
 
     # The run in out_dir may have its checkpoints in another folder.
@@ -915,6 +950,7 @@ def find_start(out_dir, root, resume, given=False):
 
     needed_for = "resume must" if resume == "must" else ""
     saved, meta = newest_run_meta(root, needed_for)
+    check_is_of_run(root, meta)
     if meta and (given or resume == "never"):
         raise ValueError(f"resume {resume}: {out_dir} holds a run at step {saved}, which this "
                          "launch would not resume; choose another --out_dir, or delete the run "
@@ -939,8 +975,9 @@ def find_checkpoint(root, which, field="checkpoint"):
         for step in saved[kind]:
             if which == str(step) or which == kind == "best":
                 return found_root, step, broadcast_from_main(partial(read_meta, found_root, step))
-    found = {kind: steps for kind, steps in saved.items() if steps}
-    raise ValueError(f"{field} {which}: {root} has no such checkpoint; it has: {found or 'none'}")
+    found = [f"{kind} {', '.join(map(str, steps))}" for kind, steps in saved.items() if steps]
+    raise ValueError(f"{field} {which}: {root} has no such checkpoint; it has: "
+                     f"{'; '.join(found) or 'none'}")
 
 
 @contextlib.contextmanager
@@ -956,8 +993,10 @@ def lock_folders(out_dir, root, log=print):
     # One lock if both are the same folder.
     folders = {os.path.realpath(path) for path in (out_dir, root) if _is_local(path)}
     with contextlib.ExitStack() as locks:
-        for folder in folders:
+        for folder in sorted(folders):
             with _explain(f"{folder}: cannot be written; choose another"):
+                _kvstore(folder)  # ValueError for a path that TensorStore cannot use
+                is_new = not os.path.exists(folder)
                 os.makedirs(folder, exist_ok=True)
                 lock_file = locks.enter_context(open(f"{folder}/.lock", "a", encoding="utf-8"))
             try:
@@ -969,10 +1008,20 @@ def lock_folders(out_dir, root, log=print):
             except OSError as e:
                 log(f"{folder}: its file system has no locks ({e.strerror}); make sure that no "
                     "other run writes to it")
+            if is_new:
+                locks.callback(_delete_unused, folder)
         check = locks.enter_context(lock_bucket(root, out_dir))
         for kind_root in roots(root).values():
             delete_leftovers(kind_root, log)
         yield check
+
+
+def _delete_unused(folder):
+    """Delete a folder with nothing but its lock: that of a launch that was refused."""
+    with contextlib.suppress(OSError):  # deleted already
+        if os.listdir(folder) == [".lock"]:
+            os.unlink(f"{folder}/.lock")
+            os.rmdir(folder)
 
 
 def begin_out_dir(out_dir, root, config_text, overwrite=False, log=print):
@@ -1086,12 +1135,12 @@ def restore_run(root, meta, like, initial, missing, step=None, drops_unknown=Fal
 # ---- files
 
 def read_json(path):
-    """The object in a JSON file, or {} without the file. Raises ValueError for a file that cannot
-    be read.
+    """The object in a JSON file, or {} for a file that is missing or empty. Raises ValueError for a
+    file that cannot be read.
     """
     with _explain(f"{path}: cannot be read"):
         try:
-            return json.loads(Path(path).read_bytes())
+            return json.loads(Path(path).read_bytes() or "{}")
         except FileNotFoundError:
             return {}
 

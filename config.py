@@ -251,21 +251,22 @@ class Config:
     process_id: NonNegInt = 0  # index of this process, with coordinator host:port
     # seconds without progress in any process after which all of them exit; 0: never
     peer_timeout_s: NonNegFloat = 1800.0
+    log_all_processes: bool = False  # print log rows, and trace profiles, in every process
 
     # ---- intervals
 
     track: tuple[str, ...] = ()  # metric trackers besides metrics.jsonl: wandb, tensorboard
     # steps between rows of metrics.jsonl; a run of fewer steps has a row at its end; 0: no rows
     log_every: NonNegInt = 10
-    # interval between evaluations: 250 (steps), 1epoch, 10m, 1window (of data that comes later), or
-    # several as 250,1h; 0: only at the end
+    # interval between evaluations: 250 (steps), 1epoch, 10m (of all launches together), 1window (of
+    # data that comes later), or several as 250,1h; 0: only at the end
     eval_every: Interval = 250
     # batches, of eval_batch_size, that an evaluation takes of each validation set; 0: all of it
     eval_batches: NonNegInt = 40
     # sequences per batch of an evaluation, without microbatches; 0: batches as in training
     eval_batch_size: NonNegInt = 0
     # interval between checkpoints, as 250, 1epoch or 250,10m; 0: only at the end. A checkpoint that
-    # a time like 10m made is deleted when the next one exists
+    # a time like 10m made is deleted when the next one exists, unless keep_period keeps it
     save_every: Interval = 250
     save_end: bool = True  # save after the last step, and when a condition of stop ends the run
     # metric of evaluations, as val_loss or val_acc, whose best parameters are kept in ckpt/best.
@@ -630,7 +631,7 @@ def _is_same_path(one, other):
 
 # Fields of one launch, not of the run; config.json stores their defaults.
 LAUNCH_FIELDS = ("mode", "config", "resume", "allow_change", "explicit", "checkpoint", "stop",
-                 "coordinator", "n_processes", "process_id")
+                 "coordinator", "n_processes", "process_id", "log_all_processes")
 
 
 def without_launch_fields(cfg):
@@ -714,9 +715,10 @@ def _load_values(name, kind=Config):
         return {}
     if name in PRESETS:
         return PRESETS[name] | {"config": name}
-    if not Path(name).is_file():
+    text = _config_text(name)
+    if text is None:
         raise ValueError(f"config {name!r}: no file or preset ({did_you_mean(name, PRESETS)})")
-    values = _expand_home(_json_values(Path(name).read_bytes(), name, kind))
+    values = _expand_home(_json_values(text, name, kind))
     if values.get("config"):
         raise ValueError(f"{name}: config {values['config']!r}: must be empty in a config file")
     # The run whose config.json this is may have been moved, or started from another folder.
@@ -724,6 +726,20 @@ def _load_values(name, kind=Config):
     if path.name == "config.json" and path.with_name("metrics.jsonl").exists():
         values["out_dir"] = str(path.parent)
     return values | {"config": name}
+
+
+def _config_text(name):
+    """The text of a config file, None without the file. A config.json that is missing or empty, as
+    after a power cut, is replaced by the config in the newest checkpoint beside it.
+    """
+    path = Path(name)
+    if path.is_file() and path.stat().st_size:
+        return path.read_bytes()
+    metas = sorted(path.parent.glob("ckpt/*/meta.json"))
+    if path.name != "config.json" or not metas:
+        return None
+    saved = json.loads(metas[-1].read_bytes())["body"].get("config", {})
+    return json.dumps({k: v for k, v in saved.items() if k not in LAUNCH_FIELDS})
 
 
 def _branch_values(cfg):
@@ -736,8 +752,8 @@ def _branch_values(cfg):
 
 def _run_config(folder, kind):
     """{field: value} of the config.json in a folder; {} without the file."""
-    path = Path(folder, "config.json")
-    return _load_values(str(path) if path.is_file() else "", kind)
+    path = str(Path(folder, "config.json"))
+    return _load_values("" if _config_text(path) is None else path, kind)
 
 
 # ---- numbers
@@ -977,10 +993,12 @@ def mesh_sizes(cfg, n_devices):
 
 
 def _multiple_errors(name, value, rule, divisor):
-    """An error if value is not a multiple of the divisor."""
+    """An error if value is not a multiple of the divisor, with the nearest values that are."""
     if value % divisor == 0:
         return []
-    return [f"{name} {value}: must be a multiple of {rule} = {divisor}"]
+    below = value // divisor * divisor
+    works = f"{below} or {below + divisor}" if below else divisor
+    return [f"{name} {value}: must be a multiple of {rule} = {divisor}, as {works}"]
 
 
 # ---- rules between fields
@@ -1018,6 +1036,8 @@ def _rule_errors(cfg):
          f"must be NAME=COLUMN, as in text=content, with a NAME of {', '.join(COLUMNS)}")
 
     # Values that do not go together.
+    rule("coordinator", re.fullmatch(r"(auto|.+:\d{1,5})?", cfg.coordinator),
+         "must be host:port, or auto")
     rule("process_id", cfg.process_id < cfg.n_processes, "must be below n_processes")
     metrics = [text for text in cfg.stop if re.search("[<>]", text)]
     rule("stop", cfg.log_every or all(text.startswith("val_") for text in metrics),
@@ -1053,6 +1073,7 @@ def _unused_errors(cfg):
     unused("n_experts", not cfg.n_experts,
            "experts_per_token", "capacity_factor", "router_balance", "router_z")
     unused("coordinator", cfg.coordinator in ("", "auto"), "n_processes", "process_id")
+    unused("coordinator", not cfg.coordinator, "log_all_processes")
     unused("lora_rank", not cfg.lora_rank, "lora_alpha", "lora_targets")
     unused("epochs", cfg.epochs, "steps")
     unused("export", not cfg.export, "export_every", "export_dtype")
@@ -1232,7 +1253,8 @@ def check_resumable(old, new, old_mesh=(), mesh=()):
         # tokens are dropped.
         may_change.remove("sp")
     raise_if_errors(refused_changes(before, after, may_change),
-                    f"{new.out_dir} holds a run with another config (resume it by --out_dir alone, "
+                    f"{new.ckpt_dir or new.out_dir} holds a run with another config (resume it by "
+                    "--out_dir alone, "
                     f"or choose another --out_dir with --init_from '{new.out_dir} strict=no')")
 
 
@@ -1326,7 +1348,7 @@ the variable JAX_PLATFORMS <- device accelerator backend | --peer_timeout_s <- t
 --track wandb or tensorboard <- report_to wandb_log wandb use_wandb wandb.enable logger
 the variables WANDB_PROJECT, WANDB_NAME and so on <- wandb_* wandb.name project entity
 --log_every <- logging_steps log_steps log_interval log_freq log_every_n_* train_log_iter_interval
-no flag: process 0 prints, without levels <- log_level log_all_workers
+--log_all_processes <- log_all_workers | no flag: logs have no levels <- log_level
 no flag: it is in --out_dir <- train_log_metrics_path logging_dir mem_profiler_dir
 no flag: the file stop in --out_dir ends a run <- kill_switch_path
 no flag: every evaluation is logged <- eval_log_iter_interval | --watch <- weight_distribution_*
@@ -1402,7 +1424,7 @@ PRESETS = {
     "gpt2-124m": _LONG_RUN | {
         "d_model": 768, "n_layers": 12, "n_heads": 12, "d_ff": 2048,
         "vocab_size": 50304, "seq_len": 1024,
-        "batch_size": 480, "grad_accum_steps": 8, "lr": 6e-4,
+        "batch_size": 512, "grad_accum_steps": 8, "lr": 6e-4,
         "remat": "none", "steps": 10000, "warmup_steps": 500.0,
     },
     "llama-8b": _LLAMA_8B,

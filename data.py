@@ -1328,8 +1328,9 @@ def require(module, user):
     """Import a module of an optional package, or raise ValueError naming its user."""
     try:
         return importlib.import_module(module)
-    except ImportError:
-        raise ValueError(f"{user}: needs `pip install {module.partition('.')[0]}`") from None
+    except ImportError as e:
+        package = module.partition(".")[0]
+        raise ValueError(f"{user}: needs `pip install {package}` ({e})") from None
 
 
 # ---- optional

@@ -5,6 +5,8 @@ Covers Llama, Mistral, Mixtral, Qwen2 and Qwen3. Owns the parameter table, the f
 loss, generation and Hugging Face's names. Rejects attention kernels that the device lacks.
 Invariant: each parameter is declared once, in `param_table`.
 """
+import dataclasses
+import zlib
 from fnmatch import fnmatchcase
 from functools import partial
 from math import ceil, gcd, lcm, log, prod
@@ -1996,6 +1998,9 @@ def hf_pieces(cfg):
     for name, row in param_table(cfg).items():
         if ".lora_" in name:
             continue
+        if name not in hf_names:
+            raise ValueError(f"parameter {name}: has no name in HF_NAMES in model.py; add it "
+                             "there, and to hf_config what transformers needs to compute with it")
         hf_name = hf_names[name]
         n_stacked = hf_name.count("{}")
         stack = np.ndindex(*row["shape"][:n_stacked])
@@ -2003,6 +2008,52 @@ def hf_pieces(cfg):
         is_linear = len(row["shape"]) - n_stacked == 2 and name != "embed"
         pieces[name] = (tensors, is_linear)
     return pieces
+
+
+# The number of hf_probe, computed by transformers, by model_type.
+HF_PROBES = {"llama": 504.451, "mistral": 468.438, "qwen2": 223.133, "qwen3": -578.085,
+             "olmo2": -95.2946, "mixtral": -99.9543, "qwen3_moe": -140.919}
+
+
+def hf_probe(cfg):
+    """A number that the forward pass gives: a weighted sum of the logits of probe_model."""
+    tiny, params, tokens_1T = probe_model(cfg)
+    with jax.default_matmul_precision("highest"):
+        logits_1TV = jax.jit(partial(forward, cfg=tiny))(params, {"tokens": tokens_1T})
+    return float(np.vdot(logits_1TV, np.cos(np.arange(logits_1TV.size))))
+
+
+def probe_model(cfg):
+    """(config, parameters, tokens) of a tiny model with the form of cfg, and with its fields that a
+    fork has added.
+    """
+    tiny = dataclasses.replace(cfg, **HF_TINY, n_experts=4 * bool(cfg.n_experts),
+                               sliding_window=3 * bool(cfg.sliding_window))
+    params = {}
+    for name, row in param_table(tiny).items():
+        angles = np.arange(prod(row["shape"])) + zlib.crc32(name.encode()) % 1000
+        params[name] = jnp.array(3 * np.sin(angles), jnp.float32).reshape(row["shape"])
+    return tiny, params, jnp.arange(9)[None]
+
+
+# The fields of the tiny model that decide its numbers, beside its form.
+HF_TINY = {"d_model": 16, "n_layers": 2, "d_ff": 24, "vocab_size": 32, "n_heads": 4,
+           "n_kv_heads": 2, "head_dim": 8, "rope_theta": 100.0, "rope_factor": 1.0,
+           "norm_eps": 1e-6, "experts_per_token": 2, "capacity_factor": 0.0, "lora_rank": 0,
+           "tie_embeddings": False, "dtype": "float32", "param_dtype": "float32",
+           "attention": "xla", "remat": "none", "mlp_tiles": 1}
+
+
+def check_hf_forward(cfg):
+    """Raise ValueError where the forward pass was changed, so that transformers would compute
+    something else with an export.
+    """
+    family = _hf_family(cfg)
+    found, expected = hf_probe(cfg), HF_PROBES[family]
+    if abs(found - expected) > 1e-3 * abs(expected):
+        raise ValueError(f"export: the forward pass is not that of {family} in transformers: a "
+                         f"tiny model gives {found:.6g} in place of {expected:.6g}. For a changed "
+                         "model edit hf_config in model.py, and set HF_PROBES there to its number")
 
 
 def split_fused(tensors, cfg):

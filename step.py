@@ -12,8 +12,12 @@ import hashlib
 import inspect
 import os
 import re
+import resource
 import socket
 import sys
+import threading
+import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial, update_wrapper
 from math import cos, inf, pi, prod
@@ -23,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax._src import distributed
 from jax.experimental import mesh_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
@@ -47,8 +52,7 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
     # Optional: random keys of the rows, for a loss that takes them.
     options = {}
     if takes_train_keys(loss_fn):
-        seed = cfg.seed % 2**32  # the most that a key takes
-        options["train_keys"] = make_train_keys(state["step"], batch, seed)
+        options["train_keys"] = make_train_keys(state["step"], batch, cfg.seed)
 
     # Sum the loss and its gradient over the microbatches.
     with jax.named_scope("gradients"):
@@ -72,14 +76,14 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
             clip = jnp.minimum(1.0, cfg.clip_norm / (grad_norm + 1e-30))
             grads = jax.tree.map(lambda g: g * clip, grads)
 
-    # Subtract lr times the optimizer's direction. The move is computed in float32, then cast back.
+    # Subtract lr times the optimizer's direction. The move is computed in float32.
     with jax.named_scope("optimizer"):
         directions, new_opt = optimizer.update(grads, old_opt, _f32(old_params))
-
-        def move(p, direction):
-            return (p.astype(jnp.float32) - lr * direction).astype(p.dtype)
-
-        new_params = jax.tree.map(move, old_params, directions)
+        new_params = jax.tree.map(
+            lambda p, direction: p.astype(jnp.float32) - lr * direction, old_params, directions)
+        # Optional: parameters in bfloat16.
+        if any(p.dtype == jnp.bfloat16 for p in old_params.values()):
+            new_params = round_stochastically(new_params, state["step"], cfg.seed)
 
     # Keep the old parameters and moments if the loss or the gradient is not finite.
     finite = jnp.isfinite(metrics["objective"]) & jnp.isfinite(grad_norm)
@@ -298,24 +302,24 @@ def init_state(key, cfg, init_fn, optimizer, table, params=None):
 def state_shardings(state, table, mesh, moment_memory=None):
     """The shardings of a state.
 
-    A parameter has its spec. A moment of a parameter's shape is also split over dp, see
-    moment_specs, and lies in moment_memory (default: the device's memory). All else is replicated.
+    A parameter has its spec. All else with the name and the shape of a parameter, such as its
+    moments, is also split over dp, see moment_specs; moments lie in moment_memory (default: the
+    device's memory). What is left is replicated.
     """
-    replicated = NamedSharding(mesh, P())
     specs = moment_specs(table, mesh)
 
-    def moment_sharding(path, moment):
+    def leaf_sharding(path, x):
         # The parameter's name is in the path of the leaf; a count of steps has none.
-        keys = [getattr(entry, "key", None) for entry in path]
+        entry, *keys = [getattr(part, "key", None) for part in path]
         name = next((key for key in keys if key in table), None)
-        if name is None or moment.shape != state["params"][name].shape:
-            return replicated
-        return NamedSharding(mesh, specs[name], memory_kind=moment_memory)
+        if name is None or x.shape != state["params"][name].shape:
+            return NamedSharding(mesh, P())
+        if entry == "params":
+            return NamedSharding(mesh, table[name]["spec"])
+        memory = moment_memory if entry == "opt" else None
+        return NamedSharding(mesh, specs[name], memory_kind=memory)
 
-    shardings = jax.tree.map(lambda _: replicated, state)
-    shardings["params"] = {name: NamedSharding(mesh, row["spec"]) for name, row in table.items()}
-    shardings["opt"] = jax.tree_util.tree_map_with_path(moment_sharding, state["opt"])
-    return shardings
+    return jax.tree_util.tree_map_with_path(leaf_sharding, state)
 
 
 # ---- supporting
@@ -794,18 +798,38 @@ def array_bytes(tree, on_host=False):
 def memory_limit(mesh):
     """The bytes available to a program on each device, or None when unknown.
 
-    Devices of a CPU divide its memory equally.
+    Devices of a CPU divide its memory equally, or what a container may use of it.
     """
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
-        cpu_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cpu_bytes // len(jax.local_devices())
+        return _host_memory() // len(jax.local_devices())
     with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError, TypeError, KeyError):
         return device.memory_stats()["bytes_limit"]
     _, gib = peaks(device.device_kind)
     if gib is None:
         return None
     return int(gib * 2**30)
+
+
+def _host_memory():
+    """The bytes that this process may use: the machine's, or the least limit of the control groups
+    that contain it (of both versions of Linux) and of ulimit -v.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits.append(resource.getrlimit(resource.RLIMIT_AS)[0])
+    groups = Path("/proc/self/cgroup")  # lines such as 0::/user.slice/job
+    lines = groups.read_text(encoding="utf-8").splitlines() if groups.exists() else []
+    for group in {line.split(":", 2)[2] for line in lines}:
+        for root, name in CGROUP_FILES.items():
+            folder = Path(root + group)
+            for file in (above / name for above in (folder, *folder.parents)):
+                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                    limits.append(int(file.read_text(encoding="utf-8")))
+    return min(limit for limit in limits if limit >= 0)  # -1: no limit of ulimit
+
+
+# The files with limits of memory, in both versions of control groups.
+CGROUP_FILES = {"/sys/fs/cgroup": "memory.max", "/sys/fs/cgroup/memory": "memory.limit_in_bytes"}
 
 
 def check_fits(kinds, mesh, program="a step"):
@@ -953,9 +977,31 @@ def _count_threads():
 
 # ---- optional
 #
-# The sections, in this order: loss scaling for float16, optimizer in host memory, weight
+# The sections, in this order: parameters in bfloat16, loss scaling for float16, optimizer in host
+# memory, weight
 # statistics, memory estimates, memory advice, processes, profiler, compilation cache,
 # this file alone.
+
+
+# ---- parameters in bfloat16
+
+def round_stochastically(params, step, seed):
+    """Round float32 parameters {name: array} to bfloat16: up or down with the probabilities by
+    which the mean is exact. The nearest number would drop each move below 0.2% of a parameter.
+
+    The random bits are a function of (seed, step, name). Source: Gupta et al. 2015,
+    arXiv:1502.02551, section 3.
+    """
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    rounded = {}
+    for name, x in params.items():
+        # A bfloat16 is the first half of a float32. A random second half carries into it.
+        name_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        noise = jax.random.bits(name_key, x.shape, jnp.uint16)
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
+        first_half = (bits >> 16).astype(jnp.uint16)
+        rounded[name] = jax.lax.bitcast_convert_type(first_half, jnp.bfloat16)
+    return rounded
 
 
 # ---- loss scaling for float16
@@ -1135,6 +1181,7 @@ def as_flags(changes):
 # ---- processes
 
 HEARTBEAT_TIMEOUT_S = 30  # seconds of silence after which JAX ends the other processes
+REMIND_S = 30  # seconds between lines that ask for processes that have not come
 
 
 def init_distributed(coordinator, n_processes, process_id):
@@ -1143,16 +1190,60 @@ def init_distributed(coordinator, n_processes, process_id):
     coordinator: host:port of process 0. With "auto", JAX takes all three values from Slurm, Open
     MPI or Kubernetes. JAX ends a process that is not connected after 300 s with exit code 134, and
     all processes HEARTBEAT_TIMEOUT_S after one has died.
+
+    Raises ValueError when the port of process 0 cannot be used.
     """
     name = f"process {process_id} of {n_processes}"
+    launch = f"--coordinator {coordinator}"
     addresses = (coordinator, n_processes, process_id)
     if coordinator == "auto":
         name = "a process"
         addresses = ()
-    print(f"{name} on {socket.gethostname()}: connecting to the others ({coordinator}); JAX ends "
-          "it after 300 s unless each of them is launched exactly once and reaches the coordinator",
-          file=sys.stderr, flush=True)
+    else:
+        launch += f" --n_processes {n_processes} --process_id I, I from 0 to {n_processes - 1}"
+        if process_id == 0:
+            _check_port(int(coordinator.rpartition(":")[2]))
+
+    # Print until all are connected.
+    is_connected = threading.Event()
+
+    def remind():
+        text = "connecting to the others"
+        while True:
+            print(f"{name} on {socket.gethostname()}: {text}; launch each of them exactly once: "
+                  f"{launch}. JAX ends this one after 300 s", file=sys.stderr, flush=True)
+            if is_connected.wait(REMIND_S):
+                return
+            text = "still waiting for the others"
+
+    threading.Thread(target=remind, daemon=True).start()
     jax.distributed.initialize(*addresses, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+    is_connected.set()
+
+
+def _check_port(port):
+    """Raise ValueError when a port of this machine cannot be used: JAX's server would crash."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as e:
+        raise ValueError(f"coordinator: port {port} of this machine: {e.strerror}; choose another "
+                         "port") from None
+
+
+def silent_processes():
+    """The indices of the processes that do not write within 2 s that they are here: after an error
+    of a collective, those that have died or are stuck. None on other processes than 0, which do not
+    wait: JAX aborts them at once when process 0 is dead.
+    """
+    client = distributed.global_state.client
+    here = f"here/{jax.process_index()}"
+    if jax.process_index():
+        threading.Thread(target=client.key_value_set, args=(here, ""), daemon=True).start()
+        return None
+    client.key_value_set(here, "")
+    time.sleep(2)  # the others meet the error too
+    found = {int(key.rpartition("/")[2]) for key, _ in client.key_value_dir_get("here/")}
+    return sorted({*range(jax.process_count())} - found)
 
 
 # ---- profiler
@@ -1164,22 +1255,23 @@ def profiler(first, last, folder, log=print):
     pprof. After an error the hook writes memory_at_failure.prof: always if a trace is requested,
     otherwise only for lack of memory. first: counted from 1; 0 for no trace.
     """
-    traced = 0  # the newest step in the trace that runs
+    traced = []  # the steps in the trace that runs
 
     def observe(event, row):
-        nonlocal traced
+        if event == "start" and 0 < last <= row["step"]:
+            log(f"nothing is traced: steps {first} to {last} are already done")
         # Start as the first step is dispatched.
         if event == "dispatch" and first <= row["step"] <= last:
             if not traced:
                 jax.profiler.start_trace(folder)
-            traced = row["step"]
+            traced.append(row["step"])
         # Stop once the last step is done, or the run.
         is_done = event in ("stop", "error") or (event == "step" and row["step"] >= last)
         if traced and is_done:
             jax.profiler.stop_trace()
-            jax.profiler.save_device_memory_profile(folder / f"memory_{traced}.prof")
-            log(f"traced steps {first} to {traced} into {folder}")
-            traced = 0
+            jax.profiler.save_device_memory_profile(folder / f"memory_{traced[-1]}.prof")
+            log(f"traced steps {traced[0]} to {traced[-1]} into {folder}")
+            traced.clear()
         if event == "error" and (first or "RESOURCE_EXHAUSTED" in row["error"]):
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / "memory_at_failure.prof"

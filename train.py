@@ -18,6 +18,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import resource
 import runpy
 import signal
@@ -163,7 +164,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
         with ckpt.lock_folders(cfg.out_dir, setup["root"], print0) as check_lock:
             observers = make_observers(setup["cfg"])
             try:
-                with steplib.explain_oom(partial(memory_advice, setup)):
+                with (steplib.explain_oom(partial(memory_advice, setup)),
+                      explain_dead_process(setup["root"])):
                     return run_training(setup, progress, observers, check_lock, state, params)
             except BaseException as e:
                 notify(observers, "error", {"error": f"{type(e).__name__}: {e}"})
@@ -209,6 +211,9 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     # --init_from names one.
     cfg = task["update_config"](cfg)
     given = cfg
+    # Optional: branches of a run. Without that run, its flags would be missing too.
+    if cfg.branch_from and not os.path.exists(f"{cfg.out_dir}/config.json"):
+        find_branch(cfg)
     choices = {
         "optimizer": steplib.OPTIMIZERS,
         "optimizers": steplib.OPTIMIZERS,
@@ -261,8 +266,8 @@ def run_training(setup, progress, observers, check_lock, state, params):
     opened = open_data(task, cfg, ("train", "val"))
     train_data, val_data = opened["train"], opened["val"]
     validation = describe_validation(setup, val_data)
-    raise_if_unequal({"data": train_data["fingerprint"], "val": validation,
-                      f"'all processes must share {root}'": ckpt.is_shared(root)})
+    ckpt.check_shared(root)
+    raise_if_unequal({"data": train_data["fingerprint"], "val": validation})
     train_data["n"] = ckpt.broadcast_from_main(lambda: int(train_data["n"]))
     check_data_needs(cfg, train_data, val_data)
     cfg = set_steps(cfg, train_data)
@@ -304,8 +309,13 @@ def run_training(setup, progress, observers, check_lock, state, params):
     state = run_hooks(hooks, "load", state)
     first_step = int(state["step"])
 
+    config_path = Path(cfg.out_dir, "config.json")
+    if resumes and is_main() and not ckpt.read_json(config_path):
+        print0(f"{config_path} was missing or empty: it is written again")
     # Delete the run to overwrite only now that nothing else can go wrong.
-    config_json = config.to_json(config.without_launch_fields(setup["given"]))
+    # An automatic dtype is that of this launch, also when the run resumes on another kind of CPU.
+    given = dataclasses.replace(setup["given"], dtype=cfg.dtype)
+    config_json = config.to_json(config.without_launch_fields(given))
     ckpt.begin_out_dir(cfg.out_dir, root, config_json,
                        overwrite=cfg.resume == "overwrite", log=print0)
 
@@ -350,9 +360,11 @@ def init_progress(launched):
     time.perf_counter() at launch.
     """
     return {
-        # {event: step} and {event: seconds since the launch} when each event last happened
+        # {event: step} and {event: seconds of all launches} when each event last happened, and the
+        # seconds of earlier launches
         "last_done": {},
         "last_done_s": {},
+        "earlier_s": 0.0,
         # {metric: newest value}, and the best validation loss of all launches: "best_val_loss",
         # "best_val_step"
         "last_metrics": {},
@@ -520,7 +532,9 @@ def due_events(run, step, progress):
             if unit == "end":
                 is_due = step >= run["cfg"].steps
             elif unit == "second":
-                is_due = polled["elapsed_s"] - progress["last_done_s"].get(event, 0.0) >= n
+                last_s = progress["last_done_s"].get(event, 0.0)
+                # A checkpoint that a time alone makes does not last.
+                is_due = event not in due and seconds_of_run(progress) - last_s >= n
             else:  # this step completes a multiple of n
                 is_due = has_passed(run, unit, n, step)
             if is_due:
@@ -633,7 +647,8 @@ def save_state(run, state, step, progress, why, kind="save"):
         # There is one best checkpoint, and those of the parameters alone all stay.
         keep = {"save": (cfg.max_to_keep, cfg.keep_period), "best": (1, 0), "weights": (0, 0)}
         max_to_keep, keep_period = keep[kind]
-        future = ckpt.save(root, step, tree, meta, max_to_keep, keep_period, print0)
+        future = ckpt.save(root, step, tree, meta, max_to_keep, keep_period, print0,
+                           passing=why == "second" and kind == "save")
         progress["pending_save"] = {"kind": kind, "step": step, "future": future}
         if kind == "save":
             progress["saved_step"] = step
@@ -959,6 +974,7 @@ def describe_progress(run, progress):
     """The progress in a checkpoint, for restore_progress."""
     return {
         "last_done": progress["last_done"],
+        "last_done_s": progress["last_done_s"],
         "requests": sorted(progress["requests"]),
         "last_metrics": progress["last_metrics"],
         "since_log": progress["since_log"],
@@ -975,6 +991,8 @@ def restore_progress(progress, step, meta, validation):
         saved = meta["progress"]
         progress["saved_step"] = step
         progress["last_done"] = saved["last_done"]
+        progress["last_done_s"] = saved.get("last_done_s", {})  # earlier versions wrote none
+        progress["earlier_s"] = sum(saved["time_s"].values())
         progress["requests"].update(saved["requests"])
         # What was measured on other validation data no longer counts.
         if saved["validation"] == validation:
@@ -982,6 +1000,7 @@ def restore_progress(progress, step, meta, validation):
         else:
             print0("the validation data or its size has changed: the best loss begins again")
             progress["last_done"].pop("eval", None)
+            progress["last_done_s"].pop("eval", None)
         for bucket, seconds in saved["time_s"].items():
             progress["timers"]["seconds"][bucket] += seconds
         for name, (total, count) in saved["since_log"].items():
@@ -992,8 +1011,13 @@ def restore_progress(progress, step, meta, validation):
 def mark_done(progress, event, step):
     """Note that an event is done at this step. An earlier checkpoint of the step lacks it."""
     progress["last_done"][event] = step
-    progress["last_done_s"][event] = progress["polled"]["elapsed_s"]
+    progress["last_done_s"][event] = seconds_of_run(progress)
     progress["saved_step"] = None
+
+
+def seconds_of_run(progress):
+    """Seconds of all launches up to the newest poll_requests, equal in all processes."""
+    return progress["earlier_s"] + progress["polled"]["elapsed_s"]
 
 
 def is_finished(cfg, meta, validation):
@@ -1638,6 +1662,26 @@ def raise_if_unequal(local):
     config.raise_if_errors(errors)
 
 
+@contextlib.contextmanager
+def explain_dead_process(root):
+    """Turn the error of a collective into a ConnectionError that names the processes that have died
+    or are stuck, and the step from which the same command continues.
+    """
+    try:
+        yield
+    except (ValueError, jax.errors.JaxRuntimeError) as e:
+        if not re.search("Gloo|NCCL", str(e)):
+            raise
+        who = "another process"
+        silent = steplib.silent_processes()
+        if silent == []:  # all are here
+            raise
+        if silent:
+            who = f"process {', '.join(map(str, silent))} of {jax.process_count()}"
+        raise ConnectionError(f"{who} has died or is stuck ({str(e).splitlines()[0]}). The same "
+                              f"command continues from step {ckpt.latest(root) or 0}") from None
+
+
 def merge_requests(polled):
     """The requests of all processes: the longest time, the first stop, and all events."""
     everywhere = ckpt.gather(polled)
@@ -1703,9 +1747,11 @@ def numbers(row):
 # cannot change the run. `OBSERVERS` lists those of process 0.
 def make_observers(cfg):
     """The observers of this process."""
+    makers = [*OBSERVERS, *(TRACKERS[name] for name in cfg.track)]
     if not is_main():
-        return []
-    return [make(cfg) for make in (*OBSERVERS, *(TRACKERS[name] for name in cfg.track))]
+        # Optional: logs of all processes.
+        makers = [trace_profile, log_of_process] if cfg.log_all_processes else []
+    return [make(cfg) for make in makers]
 
 
 def jsonl(cfg):
@@ -1759,9 +1805,8 @@ def console(cfg):
         elif event == "step":
             bar.update()
         elif event == "log":
-            speed = next(name for name in reversed(row) if name.endswith("s_per_s"))
-            bar.set_postfix_str(format_metrics(row, ["loss", speed]), refresh=False)
-            print0(format_metrics(row, ["step", "loss", "lr", speed, "data_wait_s"]))
+            bar.set_postfix_str(format_metrics(row, ["loss", speed_of(row)]), refresh=False)
+            print0(format_log_row(row))
         elif event == "eval":
             print_eval_row(row)
         elif event == "sample":
@@ -1808,6 +1853,15 @@ def format_metrics(row, names):
                 default = "{:,.0f} " + name.replace("_per_s", "/s")
             texts.append(METRIC_FORMATS.get(name, default).format(row[name]))
     return "  ".join(texts)
+
+
+def format_log_row(row):
+    return format_metrics(row, ["step", "loss", "lr", speed_of(row), "data_wait_s"])
+
+
+def speed_of(row):
+    """The name of the speed in a log row: a hook may have added more before it."""
+    return next(name for name in reversed(row) if name.endswith("s_per_s"))
 
 
 def print_eval_row(row):
@@ -1900,7 +1954,8 @@ def run_summary(setup):
     device_kind = mesh.devices.flat[0].device_kind
     axes = " ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
     units = f"{task['units_per_step'](cfg):,} {task['unit']}s per step"
-    parts = filter(None, [cfg.dtype, task["summary"](cfg), units])
+    stored = "bfloat16 parameters, rounded stochastically" if cfg.param_dtype == "bfloat16" else ""
+    parts = filter(None, [cfg.dtype, stored, task["summary"](cfg), units])
     return (f"{n_params / 1e6:,.2f}M parameters on {mesh.size} x {device_kind}, mesh {axes}\n"
             f"{', '.join(parts)}")
 
@@ -1975,7 +2030,8 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
         several = jax.distributed.is_initialized()
         if not is_expected and not several:
             raise
-        message = f"error: {e}" if is_expected else traceback.format_exc()
+        is_told = is_expected or isinstance(e, ConnectionError)  # of explain_dead_process
+        message = f"error: {e}" if is_told else traceback.format_exc()
         print(message, file=sys.stderr, flush=True)
         exit_code = 2 if is_expected else 1
         if several:
@@ -2005,7 +2061,8 @@ def is_user_error(error):
 #
 # The optional sections, in this order: rows from Python, best checkpoint, branches of a run,
 # validation data that comes later, exports during a run, dynamic sources of parameters, Hugging
-# Face weights, modes without a loop, memory estimates, hooks from files, profiler, plot, trackers.
+# Face weights, modes without a loop, memory estimates, hooks from files, logs of all processes,
+# profiler, plot, trackers.
 # Then the observers that run.
 
 
@@ -2069,11 +2126,12 @@ def restore_best(setup, step, last_metrics, validation):
 def find_branch(cfg):
     """The checkpoint of another run that cfg.branch_from names, as choose_start returns it."""
     folder, step = config.parse_branch(cfg.branch_from)
+    root, _, meta = ckpt.find_checkpoint(
+        ckpt.root_of(folder), str(step), f"branch_from {folder}, step")
+    ckpt.check_is_of_run(root, meta)
     if step >= cfg.steps:
         raise ValueError(f"branch_from {cfg.branch_from!r}: must be before the last step, "
                          f"{cfg.steps}; set more --steps")
-    root, _, meta = ckpt.find_checkpoint(
-        ckpt.root_of(folder), str(step), f"branch_from {folder}, step")
     return {"root": root, "step": step, "meta": meta, "is_branch": True,
             "origin": f"the checkpoint {cfg.branch_from}"}
 
@@ -2202,6 +2260,7 @@ def export_hf(params, cfg):
     ckpt.check_export(cfg.export, written_by)
     hf_config = model.hf_config(cfg)
     pieces = model.hf_pieces(cfg)
+    model.check_hf_forward(cfg)
     tokenizer = data.make_cfg_tokenizer(cfg)
     hf_config["torch_dtype"] = cfg.export_dtype
     hf_config["bos_token_id"] = tokenizer["bos"]
@@ -2289,8 +2348,9 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         params = run_hooks(hooks, "load", {"step": step, "params": params})["params"]
         run_hooks(hooks, "start", {"step": step, "config": dataclasses.asdict(cfg)})
         if start["meta"]:
-            saved = {"step": step, "hooks": start["meta"]["hooks"], "root": start["root"]}
-            run_hooks(hooks, "resume", saved)
+            # A checkpoint of a program of its own may lack the state of hooks.
+            saved_state = start["meta"].get("hooks", {})
+            run_hooks(hooks, "resume", {"step": step, "hooks": saved_state, "root": start["root"]})
         n_batches = sum(eval_batches(setup, val_data).values())
         planned = {"step": step, "n_batches": n_batches, "params": params}
         params = run_hooks(hooks, "before_eval", planned)["params"]
@@ -2330,11 +2390,12 @@ def find_saved(setup):
         _, meta = ckpt.newest_run_meta(root, needed_for)
     else:
         root, step, meta = ckpt.find_checkpoint(root, cfg.checkpoint)
+    ckpt.check_is_of_run(root, meta, ["config"])
     missing, load_from = find_parameters(setup, meta)
     errors = config.architecture_mismatch(meta.get("config", {}), vars(cfg))
     if meta:
         print0(f"run {cfg.out_dir}, checkpoint {cfg.checkpoint}, of step {meta['step']}")
-        if cfg.init_from != tuple(meta["config"]["init_from"]):
+        if cfg.init_from != tuple(meta["config"].get("init_from", cfg.init_from)):
             errors.append("init_from is not used, as the run has a checkpoint; use another "
                           "--out_dir")
     for name in sorted(missing.difference(*(source["take"].values() for source in load_from))):
@@ -2367,6 +2428,7 @@ def tokenize_data(cfg, task):
 def plan(cfg, task=TEXT, hooks=()):
     """Print what a run would need, without allocating it; the summary."""
     setup = setup_run(cfg, task, hooks=hooks)
+    print0("compiling, to count the memory ...")
     cost = estimate(setup)
     print_estimate(setup, cost)
     return {"step": 0, "reason": "plan", "exit_code": int(not cost["fits"])} | cost
@@ -2459,12 +2521,27 @@ def load_hooks(texts):
     return hooks
 
 
+# ---- logs of all processes
+
+
+def log_of_process(cfg):
+    """Print the log rows of another process than process 0."""
+    def observe(event, row):
+        if event == "log":
+            print(f"process {jax.process_index()}  {format_log_row(row)}", flush=True)
+
+    return observe
+
+
 # ---- profiler
 
 
 def trace_profile(cfg):
-    """Trace the steps first:last of cfg.profile into out_dir/profile."""
-    return steplib.profiler(*config.profile_span(cfg), Path(cfg.out_dir) / "profile", print0)
+    """Trace the steps first:last of cfg.profile into out_dir/profile, those of another process than
+    process 0 into a folder in it.
+    """
+    folder = Path(cfg.out_dir, "profile", "" if is_main() else f"process_{jax.process_index()}")
+    return steplib.profiler(*config.profile_span(cfg), folder, print0)
 
 
 # ---- plot
@@ -2503,7 +2580,7 @@ def log_to_wandb(cfg):
     """Send metrics, histograms and samples to Weights & Biases, under the id of the run, so that a
     resumed run continues there. wandb reads its own variables: WANDB_MODE, WANDB_PROJECT and so on.
     """
-    import wandb
+    wandb = data.require("wandb", "track wandb")
     run = None
 
     def observe(event, row):
@@ -2530,13 +2607,14 @@ def log_to_wandb(cfg):
 
 def log_to_tensorboard(cfg):
     """Write event files for TensorBoard into out_dir/tensorboard: metrics, histograms, samples."""
-    from tensorboardX import SummaryWriter
+    library = data.require("tensorboardX", "track tensorboard")
     writer = None
 
     def observe(event, row):
         nonlocal writer
         if event == "start":  # has TensorBoard purge later steps
-            writer = SummaryWriter(f"{cfg.out_dir}/tensorboard", purge_step=row["step"] + 1)
+            writer = library.SummaryWriter(
+                f"{cfg.out_dir}/tensorboard", purge_step=row["step"] + 1)
         elif writer and event in ("log", "eval", "sample", "end"):
             step = row["step"]
             for name, x in tracked_numbers(row).items():

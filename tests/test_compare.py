@@ -364,11 +364,12 @@ NAMES = {"$x$": "$x$", "lr=$\\frac$": "lr=$\\frac$", "_a_{b}^%s": "_a_{b}^%s", "
          "lr=[1,2]": "lr=[1,2]", "n" * 200: "n" * 19 + ".." + "n" * 19}
 
 
-def test_names_are_no_formulas_and_break_no_line(tmp_path, capsys):
+def test_names_are_no_formulas_and_break_no_line(tmp_path, capsys, monkeypatch):
     """Names of runs, metrics, units and fields are drawn as they are, with escapes for newlines.
 
     Break: tests/compare.py: text.set_parse_math(False) => pass
     """
+    monkeypatch.setenv("COLUMNS", "10000")
     by = "_$\\frac$"
     paths = []
     for i, name in enumerate(NAMES):

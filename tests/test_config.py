@@ -108,7 +108,7 @@ def test_json_errors(text, words):
 def test_config_files(tmp_path):
     """--config reads what to_json wrote, in the encodings of editors; typed flags override it.
 
-    Break: config.py: _json_values(Path(name).read_bytes(), => _json_values(Path(name).read_text(),
+    Break: config.py: return path.read_bytes() => return path.read_text()
     """
     path = tmp_path / "run.json"
     cfg = Config(lr=0.25, steps=9, data=("x",))
@@ -290,7 +290,7 @@ OTHER_NAMES = {
         "--truncation": "truncation_mode", "--val_data": "dataset_eval dataloader_eval",
         "no flag: a task defines it": "data_collator",
         "no flag: a batch is a function of the step": "use_grain",
-        "no flag: process 0 prints": "log_all_workers",
+        "use --log_all_processes": "log_all_workers",
         "no flag: see param_table in model.py": "step_partition_spec",
         "no flag: train.main in Python takes it": "model_state state",
     },
@@ -422,7 +422,7 @@ OTHER_NAMES = {
         "no flag: all sequences have": "group_by_length",
         "no flag: answers are the labels": "assistant_only_loss",
         "no flag: it is always on": "torch_compile dataloader_num_workers",
-        "no flag: it is in --out_dir": "logging_dir", "no flag: process 0 prints": "log_level",
+        "no flag: it is in --out_dir": "logging_dir", "no flag: logs have no levels": "log_level",
         "no flag: weights are not quantized": "load_in_4bit load_in_8bit",
     },
     "axolotl": {
@@ -597,7 +597,8 @@ REJECTED = [
     (dict(sp=2, seq_len=127), "seq_len 127: must be a multiple of sp = 2"),
     (dict(batch_size=10, grad_accum_steps=2),
      "batch_size 10: must be a multiple of grad_accum_steps x dp x fsdp x ep = 16"),
-    (dict(ep=4, n_experts=6), "n_experts 6: must be a multiple of ep = 4"),
+    (dict(ep=4, n_experts=6), "n_experts 6: must be a multiple of ep = 4, as 4 or 8"),
+    (dict(coordinator="localhost"), "coordinator 'localhost': must be host:port, or auto"),
     (dict(n_experts=2, experts_per_token=1), "experts_per_token 1: must be at least 2"),
     (dict(n_experts=2, experts_per_token=3), "experts_per_token 3: must be at least 2"),
     (dict(n_experts=2, mlp_tiles=2), "mlp_tiles 2: must be 1 with n_experts"),
@@ -749,12 +750,14 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", config.PRESETS)
 def test_presets(name):
-    """Every preset is legal on one device, and has the published fields and parameters.
+    """Every preset is legal on one device and on eight, GPT-2 124M on up to 64, and has the
+    published fields and parameters.
 
     Break: config.py: 28672 => 28000
     """
     cfg = config.load(name)
-    validate(cfg, 1)
+    for n_devices in (1, 8) + (16, 32, 64) * (name == "gpt2-124m"):
+        validate(cfg, n_devices)
     if name in PUBLISHED:
         n_params, *fields = PUBLISHED[name]
         n = sum(prod(row["shape"]) for row in model.param_table(config.derive_text(cfg)).values())

@@ -161,7 +161,7 @@ def test_an_evaluation_batch_must_fit_the_mesh_and_keeps_the_divisor_of_a_sequen
                         loss_divisor=77.0)
     assert config.mesh_sizes(dataclasses.replace(cfg, eval_batch_size=24), 8)[1] == []
     assert config.mesh_sizes(dataclasses.replace(cfg, eval_batch_size=12), 8)[1] == [
-        "eval_batch_size 12: must be a multiple of dp x fsdp x ep = 8"]
+        "eval_batch_size 12: must be a multiple of dp x fsdp x ep = 8, as 8 or 16"]
     assert config.evaluation_config(cfg) is cfg
     eval_cfg = config.evaluation_config(dataclasses.replace(cfg, eval_batch_size=24))
     assert (eval_cfg.batch_size, eval_cfg.grad_accum_steps) == (24, 1)

@@ -181,6 +181,12 @@ def watchdog_limit(cfg):
     return found
 
 
+def observers_of_process_1(cfg):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "process_index", lambda: 1)
+        return len(train.make_observers(cfg))
+
+
 @or_error
 def setup(cfg):
     return train.setup_run(cfg)["cfg"].norm_eps
@@ -299,6 +305,7 @@ FIELDS = {
     "n_processes": (2, joined_as, JOINED),
     "process_id": (1, joined_as, JOINED | dict(n_processes=2)),
     "peer_timeout_s": (50.0, watchdog_limit, TINY),
+    "log_all_processes": (True, observers_of_process_1, TINY | dict(coordinator="localhost:1")),
 
     "eval_batch_size": (24, loss, TINY),
     "save_end": (False, train.event_intervals, TINY),

@@ -655,6 +655,47 @@ def test_lora_is_exported_merged(tiny, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", model.HF_PROBES)
+def test_the_numbers_of_probes_are_those_of_transformers(family, tmp_path):
+    """To five digits, and the forward pass gives them.
+
+    Break: model.py: "qwen3": -578.085 => "qwen3": -577.085
+    """
+    torch, transformers = torch_and_transformers()
+    form = {name: name in model.HF_FAMILIES[family] for name in model.HF_FORM}
+    cfg = config.Config(**form | {"n_experts": 8 * form["n_experts"], "vocab_size": 300,
+                                  "sliding_window": 99 * (family == "mistral")})
+    tiny, params, tokens = model.probe_model(config.derive_text(cfg))
+    write(tmp_path / "model.safetensors", params, model.hf_pieces(tiny))
+    (tmp_path / "config.json").write_text(json.dumps(model.hf_config(tiny)))
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits = hf_model(torch.tensor(np.array(tokens))).logits.numpy()
+    number = np.vdot(logits, np.cos(np.arange(logits.size)))
+    assert hf_model.config.model_type == family
+    assert number == pytest.approx(model.HF_PROBES[family], rel=1e-4)
+    model.check_hf_forward(config.derive_text(cfg))
+
+
+@pytest.mark.parametrize("name, change, words", [
+    ("forward", lambda forward: lambda *args, **more: 50 * jax.numpy.tanh(
+        forward(*args, **more) / 50), "not that of qwen3 in transformers: a tiny model gives"),
+    ("_mlp", lambda mlp: lambda *args, **more: 0.9 * mlp(*args, **more), "not that of qwen3"),
+    ("param_table", lambda table: lambda cfg: table(cfg) | {"layers.new": table(cfg)["layers.wo"]},
+     "parameter layers.new: has no name in HF_NAMES"),
+])
+def test_an_export_of_a_changed_model_is_refused(name, change, words, tiny, tmp_path, monkeypatch):
+    """Before training: capped logits, another MLP, a new parameter.
+
+    Break: train.py: model.check_hf_forward(cfg) => pass
+    """
+    monkeypatch.setattr(model, name, change(getattr(model, name)))
+    with pytest.raises(ValueError, match=words):
+        train.main(tiny(export=str(tmp_path / "hf")))
+    assert not (tmp_path / "hf").exists()
+
+
 def test_generation_stops_at_the_end_of_an_answer(tmp_path):
     """The ids that end a text are those of config, tokenizer and chat template, each once.
 

@@ -108,7 +108,7 @@ def test_local_paths_of_names(cache, monkeypatch):
     data.hub_path.cache_clear()
     for module in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match="^hf://o/n: needs `pip install huggingface_hub`$"):
+    with pytest.raises(ValueError, match="^hf://o/n: needs `pip install huggingface_hub` "):
         data.hub_path("hf://o/n")
 
 

@@ -2,6 +2,8 @@
 """Each recipe runs as users run it, without edits of the six files."""
 import dataclasses
 import itertools
+import json
+import math
 import os
 import queue
 import signal
@@ -76,18 +78,22 @@ def test_digits(tmp_path, cache_dir, monkeypatch):
 
 
 def test_hooks_remember_the_launch_before():
-    """Evaluations without progress, and the loss before a jump, count across a resume.
+    """Evaluations without progress, and the loss before a jump, count across a resume. One that is
+    not finite is no progress, and other validation data begins again.
 
-    Break: tests/recipes/hooks.py: losses.extend( => list(
+    Break: tests/recipes/hooks.py: kept.update(saved) => pass
     """
     first, resumed = hooks.stop_early(2), hooks.stop_early(2)
-    first("start", {"step": 0})
-    found = [first("eval", {"val_loss": loss}) for loss in (3.0, 2.0, 2.5)]
-    saved = first("before_save", {"step": 3, "hooks": {}})
-    resumed("resume", saved)
-    found += [resumed("eval", {"val_loss": 2.25})]
-    assert found == [None, None, None, {
-        "val_loss": 2.25, "stop": "no better in 2 evaluations than 2.0000"}]
+    first("start", {"step": 0, "validation": {"": ["a", 9]}})
+    found = [first("eval", {"val_loss": loss}) for loss in (math.nan, 3.0, 2.0, -math.inf)]
+    saved = json.loads(json.dumps(first("before_save", {"step": 3, "hooks": {}})))
+    stops = []
+    for data in ("a", "b"):
+        resumed("start", {"step": 3, "validation": {"": [data, 9]}})
+        resumed("resume", saved)
+        stops.append(resumed("eval", {"val_loss": 2.25}))
+    assert found == [None] * 4 and stops == [
+        {"val_loss": 2.25, "stop": "no better in 2 evaluations than 2.0000"}, None]
     first, resumed = hooks.evaluate_on_jump(1.5), hooks.evaluate_on_jump(1.5)
     first("start", {"step": 0})
     found = [first("log", {"loss": loss}) for loss in (3.0, 2.0)]

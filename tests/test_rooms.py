@@ -27,17 +27,24 @@ FEATURES = [
     "rematerialization", "attention by cuDNN, attention by Pallas", "attention by blocks",
     "document mask", "loss scaling for float16", "optimizer in host memory", "weight statistics",
     "evaluation batches of another size", "mixtures", "examples", "names on the Hub",
-    "locks of buckets"]
+    "locks of buckets", "logs of all processes", "parameters in bfloat16"]
 
 # {feature: [(file, text, what stands there instead)]}, where a statement that uses a room does more
 # than that. All others become `pass`.
 EDITS = {
     "trackers": [
         ("train.py", '        "track": TRACKERS,\n', ""),
-        ("train.py", "(*OBSERVERS, *(TRACKERS[name] for name in cfg.track))", "OBSERVERS"),
+        ("train.py", "[*OBSERVERS, *(TRACKERS[name] for name in cfg.track)]", "OBSERVERS"),
     ],
     "plot": [("train.py", "console, plot)", "console)")],
-    "profiler": [("train.py", "(jsonl, trace_profile, console", "(jsonl, console")],
+    "profiler": [
+        ("train.py", "(jsonl, trace_profile, console", "(jsonl, console"),
+        ("train.py", "[trace_profile, log_of_process]", "[log_of_process]"),
+    ],
+    "logs of all processes": [
+        ("train.py", "makers = [trace_profile, log_of_process] if cfg.log_all_processes else []",
+         "makers = []"),
+    ],
     "validation data that comes later": [
         ("train.py", "= val_data_at(run, step, progress)", '= run["val_data"]'),
     ],
@@ -151,7 +158,7 @@ def losses(folder, out_dir, cache_dir):
 def test_without_a_room_no_name_is_undefined(feature, tmp_path):
     """A few lines outside the rooms of a feature change, and then nothing uses them.
 
-    Break: train.py: for name in cfg.track))] => for name in [*cfg.track]))]
+    Break: train.py: for name in cfg.track)] => for name in [*cfg.track])]
     """
     n_lines = delete([feature], tmp_path)
     lint = subprocess.run(

@@ -720,6 +720,11 @@ def test_the_profiler_starts_and_stops_at_the_requested_steps(monkeypatch, tmp_p
     assert feed("3:5", *loop[:8], ("error", 4)) == [
         expected[0], "error 4: stop", "error 4: profile/memory_4.prof", failure]
     assert feed("9:9", *loop, ("error", 4)) == [failure]
+    capsys.readouterr()
+    assert feed("3:5", ("start", 3), *loop[8:], ("stop", 7)) == ["dispatch 5: start", *expected[1:]]
+    assert feed("3:5", ("start", 5), *loop[10:], ("stop", 7)) == []
+    assert capsys.readouterr().out == (f"traced steps 5 to 5 into {tmp_path}/profile\n"
+                                       "nothing is traced: steps 3 to 5 are already done\n")
     assert feed("", *loop, ("error", 4)) == []
 
 
@@ -1008,16 +1013,25 @@ def test_resume_overwrite_starts_a_new_run(tiny, tmp_path):
 
 
 def test_overwrite_deletes_no_other_run(tiny, tmp_path):
-    """Of a folder of checkpoints that two runs name, each overwrites its own alone.
+    """Of a folder of checkpoints that two runs name, each overwrites and resumes its own alone. A
+    run whose out_dir has moved resumes from its ckpt_dir.
 
-    Break: ckpt.py: if os.path.realpath(owner) != os.path.realpath(out_dir): => if False:
+    Break: ckpt.py: if os.path.realpath(owner) != os.path.realpath(out_dir) and ( => if False and (
     """
     shared = str(tmp_path / "big")
     cfg = tiny(steps=2, ckpt_dir=shared, eval_every=0)
     train.main(cfg)
     other = dataclasses.replace(cfg, out_dir=str(tmp_path / "second"), resume="overwrite", seed=1)
-    refused("resume overwrite: .*/big has the checkpoints of the run .*out, not of", other)
-    assert ckpt.steps(shared) == [2]
+    words = "ckpt_dir .*/big: has the checkpoints of the run .*out, not of"
+    refused(words, other)
+    refused(words, dataclasses.replace(other, resume="auto", seed=0))
+    assert ckpt.steps(shared) == [2] and not (tmp_path / "second").exists()
+    Path(cfg.out_dir).rename(tmp_path / "elsewhere")
+    train.main(dataclasses.replace(cfg, out_dir=str(tmp_path / "elsewhere"), steps=3))
+    assert ckpt.steps(shared) == [2, 3]
+    shutil.rmtree(tmp_path / "elsewhere")
+    shutil.rmtree(shared)
+    train.main(cfg)
     train.main(dataclasses.replace(cfg, steps=1, resume="overwrite", seed=1))
     assert ckpt.steps(shared) == [1]
     Path(cfg.out_dir).rename(tmp_path / "moved")
@@ -1108,18 +1122,6 @@ def test_a_custom_task_may_freeze_parameters_and_use_numpy_integers(tiny):
     assert moved["w"] < 1e-6 and moved["v"] > 1e-3  # `init` rounds differently when it is compiled
     with pytest.raises(ValueError, match="freeze 'nosuch': matches no parameter; there are w, v"):
         train.main(tiny(freeze=("nosuch",)), task=task)
-
-
-def test_a_custom_parameter_that_hugging_face_lacks_cannot_be_exported(tiny, monkeypatch):
-    """A parameter without a row in HF_NAMES is a KeyError before training starts.
-
-    Break: train.py: task["export"](None, cfg) => pass
-    """
-    table = model.param_table
-    monkeypatch.setattr(model, "param_table", lambda cfg: table(cfg) | {"layers.w_own": dict(
-        shape=(2, 4), spec=jax.P(), init=("constant", 0.0), trained=True)})
-    with pytest.raises(KeyError, match="layers.w_own"):
-        train.setup_run(tiny(export=tiny().out_dir + "-hf"))
 
 
 @pytest.mark.slow
@@ -1431,8 +1433,8 @@ def test_the_run_continues_after_a_failed_save(tiny, monkeypatch, capsys):
     """
     futures, save, events, root = [], ckpt.save, [], Path(tiny().out_dir) / "ckpt"
 
-    def noted(*args):
-        futures.append(save(*args))
+    def noted(*args, **options):
+        futures.append(save(*args, **options))
         return futures[-1]
 
     def block(event, value):
@@ -1467,6 +1469,7 @@ def due(step, last=(), second=0.0, requested=(), **fields):
            "is_branch": False}
     progress = {"last_done": {event: at for event, (at, _) in dict(last).items()},
                 "last_done_s": {event: at_s for event, (_, at_s) in dict(last).items()},
+                "earlier_s": 0.0,
                 "polled": {"elapsed_s": second, "events": list(requested)}}
     return train.due_events(run, step, progress)
 
@@ -1494,7 +1497,9 @@ def test_due_events_by_steps_epochs_windows_and_seconds():
     asked = ("save", "eval", "reload")
     assert due(2, requested=asked) == dict.fromkeys(asked, "request")
     last = {"save": (3, 60.0), "eval": (4, 0.0)}
-    assert due(4, last, 120, ("save", "eval"), save_every="1m") == {"save": "second"}
+    assert due(4, last, 120, ("save", "eval"), save_every="1m") == {"save": "request"}
+    for every in ("4,1m", "1m,4"):  # a time makes no checkpoint that a step makes
+        assert due(4, {"save": (3, 60.0)}, 120, save_every=every) == {"save": "step"}
     assert due(3) == {"epoch": "epoch", "window": "window", "eval": "window"}
     assert due(3, dict.fromkeys(("epoch", "window", "eval"), (3, 0.0))) == {}
     ends = {"epoch": "epoch"} | dict.fromkeys(("save", "eval", "sample"), "end")
@@ -1596,6 +1601,104 @@ def test_a_run_with_another_ckpt_dir_is_not_started_anew(tiny, tmp_path):
         with pytest.raises(ValueError, match="foreign: checkpoint 7 was not saved by a run"):
             train.main(tiny(mode=mode, out_dir=str(tmp_path / "fourth"),
                             ckpt_dir=str(tmp_path / "foreign")))
+
+
+def test_a_checkpoint_of_an_own_loop_with_its_config_is_evaluated(tiny, tmp_path):
+    """Its meta has nothing else: a resume and a branch are refused in a sentence.
+
+    Break: ckpt.py: if meta and missing: => if False:
+    """
+    cfg = tiny(steps=2)
+    state = train.main(cfg)["state"]
+    meta = {"config": dataclasses.asdict(train.setup_run(cfg)["cfg"])}
+    own = dataclasses.replace(cfg, out_dir=str(tmp_path / "own"))
+    ckpt.wait(ckpt.save(tmp_path / "own/ckpt", 2, state, meta))
+    val_loss = rows(cfg.out_dir, "eval")[-1]["val_loss"]
+    assert train.main(dataclasses.replace(own, mode="eval"))["val_loss"] == val_loss
+    refused("own/ckpt: checkpoint 2 was not saved by a run: .* no data, hooks, progress;",
+            dataclasses.replace(own, steps=3))
+    refused("own/ckpt: checkpoint 2 was not saved by a run", tiny(
+        steps=3, out_dir=str(tmp_path / "branch"), branch_from=f"{tmp_path}/own@2"))
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_text("")])
+def test_a_lost_config_json_is_that_of_the_checkpoint(spoil, tiny, capsys):
+    """The run resumes by its folder alone, and has the file again.
+
+    Break: config.py: if path.name != "config.json" or not metas: => if True:
+    """
+    cfg = tiny(steps=2, eval_every=0, lr=1e-3, stop=("9",))
+    train.main(cfg)
+    path = Path(cfg.out_dir, "config.json")
+    text = path.read_text()
+    spoil(path)
+    assert train.cli(["--out_dir", cfg.out_dir, "--steps", "3"]) == 0
+    assert f"{path} was missing or empty: it is written again" in capsys.readouterr().out
+    assert ckpt.latest(f"{cfg.out_dir}/ckpt") == 3
+    kept = ("lr", "data", "stop", "d_model", "eval_every")
+    found, expected = json.loads(path.read_text()), json.loads(text)
+    assert [found[name] for name in kept] == [expected[name] for name in kept]
+
+
+def test_a_run_keeps_its_automatic_dtype_on_another_cpu(tiny, monkeypatch):
+    """It resumes by its folder alone with the dtype that it began with.
+
+    Break: train.py: given = dataclasses.replace(setup["given"], dtype=cfg.dtype) =>
+    given = setup["given"]
+    """
+    cfg = tiny(steps=1, eval_every=0, dtype="auto")
+    monkeypatch.setattr(steplib, "_cpuinfo", lambda: "vendor_id : AuthenticAMD avx512_bf16")
+    train.main(cfg)
+    monkeypatch.setattr(steplib, "_cpuinfo", lambda: "vendor_id : GenuineIntel avx2")
+    assert train.cli(["--out_dir", cfg.out_dir, "--steps", "2"]) == 0
+    assert [row["config"]["dtype"] for row in rows(cfg.out_dir, "start")] == ["mixed"] * 2
+
+
+def test_an_interval_in_time_counts_all_launches(tiny, monkeypatch):
+    """An evaluation every two hours comes in the second launch of 70 minutes, and a checkpoint that
+    a time made passes.
+
+    Break: train.py: progress["earlier_s"] = sum(saved["time_s"].values()) => pass
+    """
+    clock, past = time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + past[0])
+
+    def slow(event, row):
+        if event == "step":
+            past[0] += 600
+
+    cfg = tiny(steps=20, eval_every="2h", save_every="1h", stop=("+7",), dtype="float32")
+    for _ in range(2):
+        train.main(cfg, hooks=[slow])
+    assert [row["step"] for row in rows(cfg.out_dir, "eval")] == [13]
+    saves = [(row["step"], row["why"]) for row in rows(cfg.out_dir, "save")]
+    assert saves == [(7, "second"), (13, "second"), (14, "stop")]
+    assert ckpt.steps(f"{cfg.out_dir}/ckpt") == [14]
+
+
+@pytest.mark.parametrize("name, package", [("wandb", "wandb"), ("tensorboard", "tensorboardX")])
+def test_a_tracker_without_its_package_says_what_to_install(name, package, tiny, monkeypatch):
+    """Before the data is opened, and no folder is left.
+
+    Break: train.py: data.require("wandb", "track wandb") => __import__("wandb")
+    """
+    monkeypatch.setitem(sys.modules, package, None)
+    refused(f"track {name}: needs `pip install {package}`", tiny(track=(name,)))
+    assert not Path(tiny().out_dir).exists()
+
+
+def test_a_refused_launch_leaves_only_folders_that_were_there(tiny):
+    """Its own are deleted with their lock.
+
+    Break: ckpt.py: if is_new: => if True:
+    """
+    out = Path(tiny().out_dir)
+    refused("resume must", tiny(resume="must"))
+    assert not out.exists()
+    out.mkdir()
+    refused("resume must", tiny(resume="must"))
+    assert [path.name for path in out.iterdir()] == [".lock"]
+    refused("a .* for a /", tiny(out_dir=f"{out}/$\\frac$"))
 
 
 @pytest.mark.slow
@@ -1840,15 +1943,19 @@ def test_two_processes_train_like_one(tiny, tmp_path):
     batch = source["batch"](index, rows - rows.min())
     """
     cfg = tiny(**TWO, sample_tokens=6, sample_every=4, temperature=0.0, profile="3:3",
+               log_all_processes=True,
                out_dir=str(tmp_path / "two"), export=str(tmp_path / "two_exported"))
     runs = two(cfg)
     alone = dataclasses.replace(cfg, out_dir=str(tmp_path / "one"), profile="",
+                                log_all_processes=False,
                                 export=str(tmp_path / "one_exported"))
     train.main(alone)
     (code_0, output_0), (code_1, output_1) = [ended(*run) for run in runs]
     assert (code_0, code_1) == (0, 0), output_0 + output_1
     assert "done:" in output_0 and "done:" not in output_1
-    assert len(list(Path(cfg.out_dir, "profile").rglob("*.xplane.pb"))) == 1
+    assert output_1.count("process 1  step ") == cfg.steps and "process 0 " not in output_0
+    folders = [Path(cfg.out_dir, "profile"), Path(cfg.out_dir, "profile/process_1")]
+    assert [len(list(folder.glob("plugins/**/*.xplane.pb"))) for folder in folders] == [1, 1]
     for actual, expected in zip(losses(cfg.out_dir)[:2], losses(alone.out_dir)[:2], strict=True):
         np.testing.assert_allclose(np.array(actual), np.array(expected), rtol=2e-6)
     saved, expected = arrays(cfg.out_dir), arrays(alone.out_dir)
@@ -2182,11 +2289,11 @@ def test_a_step_that_does_not_fit_is_refused_before_allocation(tiny, monkeypatch
     assert (cost["step"], cost["reason"], cost["exit_code"], cost["fits"]) == (0, "plan", 0, True)
     flops, formula = model.flops_per_token(train.setup_run(cfg)["cfg"], 16)
     assert cost["flop"] == {f"model: {formula}": flops * 1024}  # 64 x 16 tokens
-    assert output[2] == f"  {flops * 1024 / 1e12:10,.4g} TFLOP  model: {formula}"
+    assert output[3] == f"  {flops * 1024 / 1e12:10,.4g} TFLOP  model: {formula}"
     in_all = {"in all during a step": needed,
               "in all during evaluation": cost["peaks"]["evaluation"]}
     amounts = {kind: n for kind, n in cost["memory"].items() if kind != "total"} | in_all
-    assert output[3:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in amounts.items()]
+    assert output[4:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in amounts.items()]
     assert output[-1].startswith("fits in ")
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
     cost = train.main(dataclasses.replace(cfg, mode="plan"))
@@ -2488,9 +2595,12 @@ def test_two_processes_killed_at_any_moment_end_bit_identical(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how, words", [("STOP", ""), ("hang", "_hook.py"), ("data", "")])
+@pytest.mark.parametrize("how, words", [
+    ("STOP", ""), ("hang", "_hook.py"), ("data", ""),
+    ("KILL", r"error: process 1 of 2 has died or is stuck .* continues from step [1-9]\d*\n$")])
 def test_a_process_that_is_lost_ends_the_other(tiny, how, words):
-    """If a process is stopped, stuck, or fails in its data, the other ends within a minute.
+    """If a process is stopped, stuck, killed, or fails in its data, the other ends within a minute;
+    of a killed one it prints a sentence.
 
     Break: train.py: faulthandler.dump_traceback_later(cfg.peer_timeout_s, exit=True, file=2) =>
     pass
@@ -2516,19 +2626,23 @@ def test_a_process_that_is_lost_ends_the_other(tiny, how, words):
     try:
         if how == "STOP":
             os.kill(lost[0].pid, signal.SIGSTOP)
+        if how == "KILL":
+            lost[0].kill()
         code, output = ended(run, log, 90)
     finally:
         lost[0].kill()
     assert code in (1, -signal.SIGABRT), output
-    assert words in output + lost[1].read_text()
+    assert re.search(words, output + lost[1].read_text() * (how != "KILL")), output
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt")
+    if how == "KILL":
+        assert "process 1 of 2 has died" in rows(cfg.out_dir, "error")[0]["error"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags, of_one, words", [
     ([], ["--lr", "0.5"], "lr is 0.5 in process 1, 0.002 in 0"),
     ([], [], "data is "),
-    (["--out_dir", "relative"], [], "share relative/ckpt' is False in process 1")])
+    (["--out_dir", "relative"], [], "process 1 does not find in relative/ckpt what process 0")])
 def test_processes_with_different_flags_data_or_folders_do_not_train(tiny, flags, of_one, words):
     """Both print what differs, exit with 2, and write no config.json.
 
@@ -2548,4 +2662,4 @@ def test_processes_with_different_flags_data_or_folders_do_not_train(tiny, flags
     runs = two(cfg, "--hooks", f"{hook}:nothing", *flags, of_one=of_one)
     for code, output in [ended(*run) for run in runs]:
         assert code == 2 and words in output, output
-    assert not (Path(cfg.out_dir) / "config.json").exists()
+    assert not Path(cfg.out_dir).exists() and not Path(f"{cfg.out_dir}0/relative").exists()

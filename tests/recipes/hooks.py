@@ -5,6 +5,7 @@ parameters, freezing after a step, a new metric.
 python train.py --hooks tests/recipes/hooks.py:early_stopping tests/recipes/hooks.py:weight_norm
 """
 import contextlib
+import math
 from fnmatch import fnmatch
 from functools import wraps
 
@@ -17,20 +18,24 @@ import ckpt
 
 def stop_early(patience):
     """Return a hook that ends a run whose validation loss has not improved in `patience`
-    evaluations. Checkpoints have the losses so far, so a resumed run continues to
-    count.
+    evaluations. Checkpoints have the losses so far, so a resumed run continues to count, unless its
+    validation data is another.
     """
-    losses = []
+    kept = {}
 
     def hook(event, row):
         if event == "start":  # of this run: the same hook may have watched another one
-            losses.clear()
+            kept.update(losses=[], validation=row["validation"])
         if event == "resume":
-            losses.extend(row["hooks"].get("stop_early", []))
+            saved = row["hooks"].get("early_stopping")
+            if saved and saved["validation"] == kept["validation"]:
+                kept.update(saved)
         if event == "before_save":
-            return row | {"hooks": row["hooks"] | {"stop_early": losses}}
+            return row | {"hooks": row["hooks"] | {"early_stopping": kept}}
         if event == "eval":
-            losses.append(row["val_loss"])
+            losses = kept["losses"]
+            # A loss that is not finite counts as an evaluation, and as the worst.
+            losses.append(row["val_loss"] if math.isfinite(row["val_loss"]) else math.inf)
             best = min(losses)
             if len(losses) - losses.index(best) > patience:
                 return row | {"stop": f"no better in {patience} evaluations than {best:.4f}"}
@@ -95,7 +100,8 @@ def weight_norm(event, loss_fn):
 def average_params(decay):
     """Return a hook that evaluates the average of the parameters over about 1 / (1 - decay) steps,
     at the beginning over fewer. Checkpoints have it as hooks/ema, so that a run resumes with it, on
-    any mesh, and mode eval evaluates it. An export has the parameters, not their average.
+    any mesh, and mode eval evaluates it. It is float32, in which small moves count, also of
+    parameters in bfloat16. An export has the parameters, not their average.
     """
     kept = {}
 
@@ -106,7 +112,7 @@ def average_params(decay):
 
     def hook(event, value):
         if event == "load":
-            kept["ema"] = jax.tree.map(jnp.copy, value["params"])
+            kept["ema"] = jax.tree.map(lambda x: jnp.array(x, jnp.float32), value["params"])
         if event == "resume":
             like = {"hooks": kept}
             with contextlib.suppress(KeyError):  # new to the run: the average begins here
@@ -116,7 +122,10 @@ def average_params(decay):
         if event == "before_save":
             return value | {"arrays": value["arrays"] | kept}
         if event == "before_eval":
-            return value | {"params": kept["ema"]}
+            params = {}
+            for name, x in value["params"].items():
+                params[name] = kept["ema"][name].astype(x.dtype)
+            return value | {"params": params}
 
     return hook
 
