@@ -25,6 +25,11 @@ from functools import cache, partial
 from math import prod
 from pathlib import Path
 
+# A server of a bucket that does not answer is an error, unless the user has set another time.
+for setting in ("CONNECT_TIMEOUT_SECONDS", "LOW_SPEED_TIME_SECONDS"):
+    os.environ.setdefault(f"TENSORSTORE_CURL_{setting}", "20")
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+
 import jax
 import numpy as np
 import tensorstore as ts
@@ -140,7 +145,7 @@ def _write(root, meta, shards, retention, log, passing):
     except (ValueError, OSError) as e:  # TensorStore raises ValueErrors
         error = _message(e)
         if store:
-            _abort(root, store, meta, error, pending, log)  # delete what this save has written
+            _abort(root, meta, error, pending, log)  # delete what this save has written
         raise ValueError(
             f"{path} could not be written, older checkpoints are intact: {error}") from e
 
@@ -414,7 +419,7 @@ def _sync(path):
         os.close(descriptor)
 
 
-def _abort(root, store, meta, error, pending, log):
+def _abort(root, meta, error, pending, log):
     """Delete what a failed save has written, and end the wait of the other processes."""
     save_id = meta["folder"]
     step_name = _step_name(meta["step"])
@@ -422,6 +427,7 @@ def _abort(root, store, meta, error, pending, log):
     for write in pending:
         write.exception()
     with contextlib.suppress(ValueError, OSError):
+        store = _open(root, step_name, max_retries=0)  # its server may be gone
         if jax.process_index() == 0 and not _is_committed(store, save_id):
             _delete(root, log, f"{step_name}/{save_id}", f"{step_name}/{save_id}.0")
         if jax.process_count() > 1:
@@ -669,9 +675,9 @@ def _list_folders(root):
 
 # ---- TensorStore
 
-def _open(root, *names):
+def _open(root, *names, max_retries=4):
     """Open a folder of a root as a TensorStore key-value store."""
-    return ts.KvStore.open(_kvstore(root, *names)).result()
+    return ts.KvStore.open(_kvstore(root, *names, max_retries=max_retries)).result()
 
 
 def _read(store, key):
@@ -679,10 +685,10 @@ def _read(store, key):
     return store.read(key).result().value
 
 
-def _kvstore(root, *names):
-    """TensorStore's spec of a folder."""
+def _kvstore(root, *names, max_retries=4):
+    """TensorStore's spec of a folder. max_retries: of a request to a bucket: 15 s in all for 4."""
     if not _is_local(root):
-        return _bucket_kvstore(root, *names)
+        return _bucket_kvstore(root, *names, max_retries=max_retries)
     path = Path(root, *names).resolve()  # TensorStore refuses ".."
     if "\\" in str(path):  # a file would be written elsewhere
         raise ValueError(f"{path}: TensorStore takes a \\ for a /; choose a path without it")
@@ -709,10 +715,7 @@ def _zarr_spec(root, meta, name):
 
 # ---- buckets
 
-RETRIES = {"max_retries": 5, "initial_delay": "1s"}  # requests to a store: half a minute in all
-
-
-def _bucket_kvstore(root, *names):
+def _bucket_kvstore(root, *names, max_retries):
     """TensorStore's spec of a folder in a bucket. Raises ValueError for an unknown kind."""
     url, _, endpoint = str(root).partition("?endpoint=")
     kind, _, rest = url.partition("://")
@@ -721,7 +724,8 @@ def _bucket_kvstore(root, *names):
     if kind not in ("gs", "s3"):
         raise ValueError(f"{root}: must be a folder, gs://bucket/path or s3://bucket/path")
     driver = "gcs" if kind == "gs" else "s3"
-    spec = {"driver": driver, "bucket": bucket, "path": path, f"{driver}_request_retries": RETRIES}
+    retries = {"max_retries": max_retries, "initial_delay": "1s"}
+    spec = {"driver": driver, "bucket": bucket, "path": path, f"{driver}_request_retries": retries}
     if endpoint:
         spec["endpoint"] = endpoint
     return spec
@@ -1182,18 +1186,18 @@ def lock_bucket(root, out_dir):
     this = {"out_dir": os.path.realpath(out_dir),
             "process": f"{os.getpid()} on {socket.gethostname()}, {os.urandom(4).hex()}"}
 
-    def read():
+    def read(store):
         with _explain(path):
             return json.loads(_read(store, LOCK) or "{}")
 
     def check():
         holder = this
         with contextlib.suppress(ValueError):  # without a server the save itself will fail
-            holder = read()
+            holder = read(_open(root, max_retries=0))
         if holder != this:  # a newer process, or its run has ended
             raise ValueError(f"{path} names another process, {holder}: this one saves no more")
 
-    holder = read()
+    holder = read(store)
     if holder and holder["out_dir"] != this["out_dir"]:
         raise ValueError(f"ckpt_dir {str(root)!r}: another run is writing to it, {holder}; choose "
                          f"another, or delete {path} if that run has ended")
@@ -1203,7 +1207,7 @@ def lock_bucket(root, out_dir):
         yield check
     finally:
         with contextlib.suppress(ValueError):
-            if read() == this:
+            if read(_open(root, max_retries=0)) == this:
                 store.write(LOCK, None).result()
 
 

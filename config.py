@@ -171,7 +171,8 @@ class Config:
     # compute dtype. auto: the fastest that the device supports; mixed: float32, with bfloat16
     # operands of matmuls; float16: with loss scaling
     dtype: Literal["auto", "float32", "mixed", "bfloat16", "float16"] = "auto"
-    param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the stored parameters
+    # dtype of the stored parameters; to bfloat16 they are rounded stochastically
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
     # attention kernel. auto: the fastest available; xla: any device; cudnn: NVIDIA GPUs;
     # pallas: TPUs
     attention: Literal["auto", "xla", "cudnn", "pallas"] = "auto"

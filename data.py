@@ -483,8 +483,10 @@ def expand(patterns, lenient=False, field="data"):
                 paths[os.path.realpath(name)] = Path(name)
                 is_found = True
         if not is_found and not lenient:
-            raise ValueError(f"{field} {pattern!r}: no such file, and no file matches it as a "
-                             "glob; of a folder name the files, as in 'FOLDER/*.txt'")
+            reason = "no such file, and no file matches it as a glob"
+            if os.path.isdir(pattern):
+                reason = "is a folder; name its files, as in 'FOLDER/*.txt'"
+            raise ValueError(f"{field} {pattern!r}: {reason}")
     return list(paths.values())
 
 

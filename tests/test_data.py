@@ -289,7 +289,7 @@ def npy(array):
     ("float.npy", npy(np.ones(99)), "has 1 dims of float64, not 1 of integers"),
     ("torn.npy", b"\x93NUMPY\x01\x00torn", "not a .npy file"),
     ("type.jsonl", b'\n{"text": ["a"]}\n', "line 2: must have one of"),
-    ("", None, "name the files, as in 'FOLDER/*.txt'"),
+    ("", None, "name its files, as in 'FOLDER/*.txt'"),
     ("absent*.txt", None, "no such file, and no file matches it as a glob"),
     ("x.txt", b"fine\n" * 5000 + b"\xff\xfe", "cannot be read (not UTF-8, cut off, or zstd"),
     ("x.txt", b"a\0b", "has a zero byte"),

@@ -101,7 +101,7 @@ def test_local_paths_of_names(cache, monkeypatch):
     assert names == {"*.txt": ["c.txt"], "*/*.txt": ["day1/a.txt", "day2/b.txt"],
                      "**/*.txt": ["c.txt", "day1/a.txt", "day2/b.txt"]}
     for name, words in (("hf://datasets/o/n/*.csv", r"\*.csv': no such file"),
-                        ("hf://datasets/o/n", f"{COMMIT_1}/': no such file"),
+                        ("hf://datasets/o/n", f"{COMMIT_1}/': is a folder; name its files"),
                         ("hf://o/x@v2", "^hf://o/x@v2: .*cache")):
         with pytest.raises(ValueError, match=words):
             data.expand([name])

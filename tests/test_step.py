@@ -4,6 +4,9 @@ import dataclasses
 import re
 import resource
 import socket
+import subprocess
+import sys
+import threading
 import types
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +23,7 @@ import check
 import config
 import model
 import step
+from conftest import ROOT
 
 BASE = config.Config(warmup_steps=0.0, steps=20, dtype="float32", lr=0.1, optimizer="adamw",
                      schedule="cosine")
@@ -1050,6 +1054,27 @@ def test_a_port_in_use_is_an_error():
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"coordinator: port {port} of .*Address already in"):
             step.init_distributed(f"localhost:{port}", 1, 0)
+
+
+def test_a_process_that_waits_says_how_to_launch_the_others():
+    """Again and again, until they have come.
+
+    Break: step.py: text = "still waiting for the others" => return
+    """
+    with socket.create_server(("", 0)) as free:
+        address = f"localhost:{free.getsockname()[1]}"
+    code = f"import step; step.REMIND_S = 0.2; step.init_distributed({address!r}, 3, 0)"
+    waiting = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE,
+                               text=True)
+    timer = threading.Timer(30, waiting.kill)
+    timer.start()
+    lines = [waiting.stderr.readline() for _ in range(3)]
+    waiting.kill()
+    timer.cancel()
+    waiting.communicate()
+    launch = f"--coordinator {address} --n_processes 3 --process_id I, I from 0 to 2"
+    assert all(launch in line for line in lines), lines
+    assert ["still waiting for the others" in line for line in lines] == [False, True, True]
 
 
 @pytest.mark.parametrize("flags, listed", [
