@@ -743,8 +743,11 @@ def _check_columns(row, form):
             has_meaning |= name == "label" and form != "input_ids"  # false: an answer to avoid
         if has_meaning and not _is_empty(value) and value != 1:
             used = " ".join(f"{column}={column}" for column in names)
-            raise ValueError(f"no token would hold the column {name}, {value!r:.40}; remove "
-                             f"it or such rows, or name the columns to use: --columns {used}")
+            reason = "would reach no token"
+            if name not in UNREAD_COLUMNS:
+                reason = "selects or weights labels, which is not supported"
+            raise ValueError(f"the column {name}, {value!r:.40}, {reason}; remove it or such rows, "
+                             f"or name the columns to use: --columns {used}")
 
 
 def _selects(value, items):
@@ -1817,7 +1820,8 @@ def _open_chat(messages, tools, tokenizer, add_generation_prompt=False):
     tools = None if _is_empty(tools) else _functions(tools)
     source = template["source"](tools)
     if tools and not _names(source, "tools"):
-        raise ValueError("tools are not known to the chat template; remove them")
+        raise ValueError("tools are not known to the chat template; remove them, or name a "
+                         "--tokenizer with tools")
     if not messages:
         raise ValueError("has no messages")
     cleaned = []

@@ -3,7 +3,7 @@
 
     python tests/stress.py [--kills 500] [--damage 1000] [--run_kills 0] [--seed 0]
 
-Every number of a saved tree is its n, so a mixture or a wrong number shows. The exit code is 1
+A saved tree follows from its number n, so a mixture or a wrong number shows. The exit code is 1
 after one, or when less came back than must. This process imports JAX and forks, but never starts
 it, so a fork is safe and quick. --run_kills kills training runs of two processes, which must end
 bit-identical to an undisturbed run.
@@ -31,15 +31,17 @@ import config
 
 
 def tree_of(n):
-    """Return packed arrays, a 0-d one, an empty one and one of four files of two chunks."""
+    """Return packed arrays, a 0-d one, an empty one and two of four files of two chunks."""
+    big = n + np.arange(2**16, dtype=np.float32).reshape(8, 2**13)
     return {"a": np.full(100, n, np.float32), "b": {"step": np.int32(n), "none": np.zeros((0, 2))},
-            "big": np.full((8, 2**13), n, np.float32)}
+            "big": big, "moment": -big}
 
 
 def value_of(tree):
-    """Return the number that fills a tree, or None when it has several."""
-    values = {float(x) for leaf in jax.tree.leaves(tree) for x in np.unique(np.asarray(leaf))}
-    return values.pop() if len(values) == 1 else None
+    """Return the n of a tree of tree_of, or None when it is a mixture."""
+    n = int(tree["b"]["step"])
+    is_equal = jax.tree.map(np.array_equal, tree, tree_of(n))
+    return n if all(jax.tree.leaves(is_equal)) else None
 
 
 # ---- kills
@@ -112,10 +114,25 @@ def count_kills(n_kills, seed, root):
 
 # ---- corruption
 
-def replace(root, file, rng):
-    """Put the file of another step in the place of a file."""
+def swap(root, file, rng):
+    """Exchange a file with another one of its save, if one is as large."""
+    path = root / file
+    size = path.stat().st_size
+    others = [other for other in sorted(root.joinpath(*file.parts[:2]).rglob("*"))
+              if other.is_file() and other != path and other.stat().st_size == size]
+    if others:
+        other = rng.choice(others)
+        content = path.read_bytes()
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+
+
+def replace(root, file, source_root, rng):
+    """Put the file of another step, or of the same step in another root, in the place of a file."""
     step, *rest = file.parts
-    other = root / rng.choice([name for name in os.listdir(root) if name != step])
+    other = source_root / step
+    if source_root == root:
+        other = root / rng.choice([name for name in os.listdir(root) if name != step])
     if rest[0].startswith("save-"):
         other = next(path for path in other.iterdir() if path.is_dir())
         rest = rest[1:]
@@ -138,18 +155,22 @@ def corrupt(path, kind, rng):
 def count_corruptions(n_corruptions, seed, root):
     """Corrupt one file at a time of three checkpoints."""
     rng, counts = random.Random(seed), Counter()
-    intact, path = Path(root, "intact"), Path(root, "corrupted")
+    intact, foreign, path = Path(root, "intact"), Path(root, "foreign"), Path(root, "corrupted")
     for n in (1, 2, 3):
         ckpt.wait(ckpt.save(intact, n, tree_of(n)))
+        ckpt.wait(ckpt.save(foreign, n, tree_of(n + 100)))
     files = sorted(p.relative_to(intact) for p in intact.rglob("*") if p.is_file())
     for i in range(n_corruptions):
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(intact, path)
         file = files[i % len(files)]
-        kind = rng.choice(["bit flipped", "truncated", "deleted", "of another step"])
+        kind = rng.choice(["bit flipped", "truncated", "deleted", "swapped", "of another step",
+                           "of another run"])
         step = int(file.parts[0])
-        if kind == "of another step":
-            replace(path, file, rng)
+        if kind == "swapped":
+            swap(path, file, rng)
+        elif kind.startswith("of another"):
+            replace(path, file, foreign if kind == "of another run" else path, rng)
         else:
             corrupt(path / file, kind, rng)
         try:

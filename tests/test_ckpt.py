@@ -996,6 +996,22 @@ def lock_in(root):
     return json.loads(ckpt._read(ckpt._open(root), ".lock") or "null")
 
 
+@pytest.mark.slow
+def test_a_server_that_does_not_answer_is_an_error():
+    """After 20 s, at each attempt. The kernel accepts the connection, and nobody reads it.
+
+    Break: ckpt.py: "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1" =>
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "0"
+    """
+    code = ("import socket, ckpt\nserver = socket.create_server(('127.0.0.1', 0))\n"
+            "root = 's3://bucket/x?endpoint=http://127.0.0.1:%d' % server.getsockname()[1]\n"
+            "ckpt._read(ckpt._open(root, max_retries=0), 'meta.json')")
+    env = os.environ | {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True,
+                          text=True, timeout=100)
+    assert done.returncode == 1 and "Operation too slow" in done.stderr, done.stderr
+
+
 def test_a_bucket_has_one_run_and_its_newest_process(store):
     """Another out_dir is refused; a newer process of the run takes the bucket over.
 

@@ -764,7 +764,7 @@ CHAT_ROWS = {
                          "surrogates not allowed"),
     "Alpaca": ({"instruction": "low", "input": "er", "output": "a"}, "a<|im_end|>"),
     "Alpaca with a history": ({"instruction": "low", "output": "a", "history": [["b", "c"]]},
-                              "no token would hold the column history"),
+                              "the column history"),
     "prompt and completion": ({"prompt": [USER, said("assistant", "b"), USER],
                                "completion": [said("assistant", "a")]}, "a<|im_end|>"),
     "ShareGPT": ({"conversations": [
@@ -788,20 +788,20 @@ CHAT_ROWS = {
     "a completion that is a list": ({"prompt": "low", "completion": "[\"a\"]"},
                                     "[\"a\"]<|endoftext|>"),
     "an answer to avoid": ({"messages": [USER, said("assistant", "a")], "label": False},
-                           "no token would hold the column label, False; remove it or such rows"),
+                           "column label, False, selects or weights labels, which is not"),
     "an answer to learn": ({"messages": [USER, said("assistant", "a")], "label": True},
                            "a<|im_end|>"),
     "a mask of messages": ({"messages": [USER, said("assistant", "a")], "train_on": [0, 1]},
-                           "no token would hold the column train_on, [0, 1];"),
+                           "the column train_on, [0, 1],"),
     "a mask of the answers, as JSON": ({"messages": json.dumps([
         USER, said("assistant", "a"), USER, said("assistant", "b")]), "train_on": "[1, 0]"},
-        "no token would hold the column train_on, '[1, 0]';"),
+        "the column train_on, '[1, 0]',"),
     "a mask of a completion": ({"prompt": [USER], "completion": [
         said("assistant", "a"), USER, said("assistant", "b")], "train": [None, 0, 1]},
         "--columns prompt=prompt completion=completion"),
     "messages that are a number": ({"messages": "5"}, "messages must be a list of messages: 5"),
     "a weight": ({"messages": [USER, said("assistant", "a")], "loss_weight": 0.5},
-                 "no token would hold the column loss_weight, 0.5;"),
+                 "the column loss_weight, 0.5,"),
     "lists that select nothing": ({
         "messages": [USER, said("assistant", "a")], "embedding": [0.5, 0.5, 0.1], "weight": 1,
         "n_tokens": [3, 9], "mask": [1, 1]}, "a<|im_end|>"),
@@ -815,7 +815,7 @@ CHAT_ROWS = {
     "metadata of a row": ({"messages": [USER, said("assistant", "a")], "id": 1, "source": "b",
                            "url": "c", "timestamp": "d", "weight": math.nan}, "a<|im_end|>"),
     "system beside a text": ({"system": "be", "text": "a"},
-                             "line 2: no token would hold the column system, 'be';"),
+                             "line 2: the column system, 'be',"),
 }
 
 
@@ -912,12 +912,12 @@ def test_alpaca_without_a_template(tmp_path):
     ({"input_ids": [5.0, 6.0]}, "input_ids must be a list of integers: [5.0", None),
     ({"input_ids": [5, 6], "labels": [6, -100]}, "not shifted", None),
     ({"input_ids": [5], "attention_mask": [2]}, "attention_mask 0 or 1", None),
-    ({"input_ids": [5], "completion_mask": [0]}, "no token would hold the column comp", None),
-    ({"input_ids": [5, 6, 7], "loss_mask_2": [0, 1, 1]}, "would hold the column loss_", None),
-    ({"input_ids": "[5, 6, 7]", "mask": "[0, 1, 1]"}, "no token would hold the column mask", None),
+    ({"input_ids": [5], "completion_mask": [0]}, "the column comp", None),
+    ({"input_ids": [5, 6, 7], "loss_mask_2": [0, 1, 1]}, "the column loss_", None),
+    ({"input_ids": "[5, 6, 7]", "mask": "[0, 1, 1]"}, "the column mask", None),
     ({"input_ids": [5, 6], "seq_lengths": [1, 1, 2]}, "the column seq_lengths, [1, 1, 2]", None),
-    ({"input_ids": [5, 6], "doc_ids": [7, 8]}, "no token would hold the column doc_ids", None),
-    ({"input_ids": [5, 6], "position_ids_2": [0, 0, 1]}, "no token would hold the column", None),
+    ({"input_ids": [5, 6], "doc_ids": [7, 8]}, "the column doc_ids", None),
+    ({"input_ids": [5, 6], "position_ids_2": [0, 0, 1]}, "the column", None),
     ({"input_ids": [5, 6], "token_type_ids": [0, 0], "length": [2], "positions": [0, 1],
       "mask": [1, 1]}, [5, 6], [1, 1]),
     ({"text": "a", "input_ids": [5]}, "has text (str), input_ids (list)", None)])
@@ -1184,7 +1184,7 @@ def test_prompts_of_a_file(tmp_path):
     for text, words in (
             ('{"prompt": "a"}\n{"text": "a"}\n', "b.jsonl line 2: must have either prompt or m"),
             ('{"prompt": 3}\n', "b.jsonl line 1: Value after * must be an it"),
-            ('{"prompt": "a", "system": "b"}', "b.jsonl line 1: no token would hold the column s"),
+            ('{"prompt": "a", "system": "b"}', "b.jsonl line 1: the column s"),
             (f'{{"prompt": "a"}}\n{answered}\n', "line 2: the last message is the assistant's"),
             ("\n", "b.jsonl': has no prompt")):
         with pytest.raises(ValueError, match=re.escape(words)):
