@@ -26,9 +26,8 @@ from math import prod
 from pathlib import Path
 
 # A server of a bucket that does not answer is an error, unless the user has set another time.
-for setting in ("CONNECT_TIMEOUT_SECONDS", "LOW_SPEED_TIME_SECONDS"):
-    os.environ.setdefault(f"TENSORSTORE_CURL_{setting}", "20")
-os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "20")
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20")
 
 import jax
 import numpy as np

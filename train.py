@@ -2030,8 +2030,8 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
         several = jax.distributed.is_initialized()
         if not is_expected and not several:
             raise
-        is_told = is_expected or isinstance(e, ConnectionError)  # of explain_dead_process
-        message = f"error: {e}" if is_told else traceback.format_exc()
+        is_explained = is_expected or type(e) is ConnectionError  # of explain_dead_process
+        message = f"error: {e}" if is_explained else traceback.format_exc()
         print(message, file=sys.stderr, flush=True)
         exit_code = 2 if is_expected else 1
         if several:
