@@ -1007,7 +1007,7 @@ def test_a_server_that_does_not_answer_is_an_error():
             "ckpt._read(ckpt._open(root, max_retries=0), 'meta.json')")
     env = os.environ | {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True,
-                          text=True, timeout=100)
+                          text=True, timeout=45)
     assert done.returncode == 1 and "Operation too slow" in done.stderr, done.stderr
 
 
