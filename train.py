@@ -1941,10 +1941,9 @@ def sample_from_text(params, key, source, cfg):
 
 
 def print_changed_flags(cfg):
-    """Print the fields that differ from the defaults."""
+    """Print the fields that differ from the defaults, in one line that can be copied."""
     flags = config.changed_flags(cfg) or ["the defaults"]
-    print0(textwrap.fill(f"config: {' '.join(flags)}", 80, subsequent_indent="  ",
-                         break_long_words=False, break_on_hyphens=False))
+    print0(f"config: {' '.join(flags)}")
 
 
 def run_summary(setup):

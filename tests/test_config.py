@@ -641,7 +641,7 @@ def test_each_error(change, words):
 
     Break: config.py: b1: FractionBelow1 = 0.9 => b1: float = 0.9
     """
-    assert words in error_of(Config(**change))
+    assert words in error_of(Config(**change)), "if you changed the rule, edit it in REJECTED"
 
 
 def test_all_errors_at_once():

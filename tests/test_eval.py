@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation: validation sets with names, batches of another size, and the best loss of a run."""
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -100,8 +102,9 @@ UNIGRAM = train.TEXT | {
 
 
 @pytest.mark.parametrize("size, accum", [(0, 2), (24, 2)])
-def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
-    """Loss, accuracy and labels of each set and of all, in the summary and on the screen.
+def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys, monkeypatch):
+    """Loss, accuracy and labels of each set and of all, in the summary and on the screen. The bar
+    moves with each batch, and hooks get the events of an evaluation.
 
     Break: train.py: sums_of[""] = jax.tree.map(lambda *values: sum(values), *sums_of.values()) =>
     sums_of[""] = jax.tree.map(lambda *values: max(values), *sums_of.values())
@@ -118,7 +121,17 @@ def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
     w = np.random.default_rng(0).normal(size=256).astype(np.float32)
     cfg = tiny(mode="eval", data=(), val_data=tuple(entries), eval_batches=0, batch_size=16,
                grad_accum_steps=accum, eval_batch_size=size)
-    found = train.main(cfg, task=UNIGRAM, params={"w": w})
+    moved, events = [], []
+    monkeypatch.setattr(train, "eval_bar", lambda n: contextlib.nullcontext(
+        types.SimpleNamespace(update=lambda: moved.append(n))))
+
+    def note(event, value):
+        if event in ("load", "start", "before_eval", "end"):
+            events.append(event)
+        return value | {"noted": True} if event == "end" else None
+
+    found = train.main(cfg, [note], UNIGRAM, params={"w": w})
+    assert events == ["load", "start", "before_eval", "end"] and found["noted"]
 
     nll = np.log(np.exp(w.astype(np.float64)).sum()) - w.astype(np.float64)
     screen = capsys.readouterr().out.splitlines()
@@ -135,9 +148,10 @@ def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
             bits = nll[ids].mean() / math.log(2)
             assert found[f"val_bits_per_byte{end}"] == pytest.approx(bits, rel=1e-5)
             line += f"  {bits:.3f} bits/byte"
-        assert line in screen
+        assert line in screen, f"edit `line` here, if evaluations have new metrics: {screen}"
     n_tokens = 16 * (size or 16)  # of a batch
     n_batches = sum(math.ceil(len(labels[name]) / n_tokens) for name in ("code", "prose"))
+    assert moved == [n_batches] * n_batches
     assert found["eval_tokens_per_s"] == pytest.approx(n_batches * n_tokens / found["eval_s"])
     tflops = 2e6 * found["eval_tokens_per_s"] / jax.device_count() / 1e12  # forward alone
     assert found["eval_tflops_per_device"] == pytest.approx(tflops)
@@ -160,8 +174,9 @@ def test_an_evaluation_batch_must_fit_the_mesh_and_keeps_the_divisor_of_a_sequen
     cfg = config.Config(batch_size=32, grad_accum_steps=4, dp=2, fsdp=4, loss_norm="constant",
                         loss_divisor=77.0)
     assert config.mesh_sizes(dataclasses.replace(cfg, eval_batch_size=24), 8)[1] == []
-    assert config.mesh_sizes(dataclasses.replace(cfg, eval_batch_size=12), 8)[1] == [
-        "eval_batch_size 12: must be a multiple of dp x fsdp x ep = 8, as 8 or 16"]
+    error, = config.mesh_sizes(dataclasses.replace(cfg, eval_batch_size=12), 8)[1]
+    assert error.startswith("eval_batch_size 12: must be a multiple of dp x fsdp x ep")
+    assert error.endswith(", as 8 or 16")
     assert config.evaluation_config(cfg) is cfg
     eval_cfg = config.evaluation_config(dataclasses.replace(cfg, eval_batch_size=24))
     assert (eval_cfg.batch_size, eval_cfg.grad_accum_steps) == (24, 1)

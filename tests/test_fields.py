@@ -489,6 +489,8 @@ def test_each_field_has_its_effect(field, folder, request):
     before = observe(config.Config(**base))
     after = observe(config.Config(**base | {field: value}))
     assert before != after
+    if field == "seed":
+        assert all(old != new for old, new in zip(before, after, strict=True))
     assert str(before).startswith("error: ") == (field in NEEDED)
     assert str(after).startswith("error: ") == (field in REFUSED), after
 

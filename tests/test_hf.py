@@ -18,6 +18,7 @@ import ckpt
 import config
 import data
 import model
+import step
 import train
 from conftest import ROOT
 from test_data import chat_folder, make_bpe
@@ -85,9 +86,8 @@ def read_config(folder, **changes):
 
 
 def make_mesh(shape):
-    return jax.make_mesh(shape or (1, 1, 1, 1, 1), config.AXES,
-                         axis_types=(jax.sharding.AxisType.Auto,) * 5,
-                         devices=jax.devices()[: np.prod(shape or 1)])
+    sizes = dict(zip(("dp", "fsdp", "ep", "tp", "sp"), shape or (1, 1, 1, 1, 1)))
+    return step.make_mesh(config.Config(**sizes), jax.devices()[: np.prod(shape or 1)])
 
 
 def like_of(cfg, mesh, dtype="float32"):
@@ -265,7 +265,9 @@ def test_config_json_of_hub_models(name):
     assert got["rope_theta"] == hf.get("rope_theta", 1e4)
     cfg = config.Config(**got, seq_len=64)
     config.validate(cfg, None, {}, config.text_errors)
-    assert model.hf_fields(json.loads(json.dumps(model.hf_config(cfg)))) == got
+    written = json.loads(json.dumps(model.hf_config(cfg)))
+    assert model.hf_fields(written) == got
+    assert written["max_position_embeddings"] == (2**16 if got["rope_factor"] == 8 else 64)
 
 
 REFUSED = {

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 import config
 import data
 import model
+import step
 from conftest import ROOT
 
 BASE = config.derive_text(config.Config(
@@ -35,6 +36,9 @@ VARIANTS = {
     "low rank": dict(lora_rank=2, lora_alpha=3.0),
     "experts, low rank": dict(n_experts=3, lora_rank=2, lora_targets=("*w_down", "*w[qv]")),
 }
+
+EDIT = ("if you changed the model or the loss, edit np_logits, np_sums or np_counts in "
+        "tests/test_model.py with it")
 
 
 def random_params(cfg, seed=0):
@@ -70,9 +74,8 @@ def objective(params, batch, cfg):
 
 def mesh_of(*sizes):
     """A context of the mesh with these sizes of (dp, fsdp, ep, tp, sp)."""
-    auto = (jax.sharding.AxisType.Auto,) * 5
-    return jax.set_mesh(jax.make_mesh(sizes, config.AXES, axis_types=auto,
-                                      devices=jax.devices()[:prod(sizes)]))
+    cfg = config.Config(**dict(zip(("dp", "fsdp", "ep", "tp", "sp"), sizes)))
+    return jax.set_mesh(step.make_mesh(cfg, jax.devices()[:prod(sizes)]))
 
 
 def temporaries(f, *args):
@@ -191,6 +194,16 @@ def np_sums(params, batch, cfg, **how):
     return sums
 
 
+def np_counts(names, batch, cfg):
+    """The counts of loss_fn."""
+    n_labels = (batch["labels"] != -100).sum()
+    n_rows, T = batch["labels"].shape
+    objective = {"tokens": n_labels, "positions": n_rows * T,
+                 "sequences": (batch["labels"] != -100).any(axis=1).sum(),
+                 "constant": cfg.loss_divisor * n_rows / cfg.batch_size}
+    return dict.fromkeys(names, n_labels) | {"objective": objective[cfg.loss_norm]}
+
+
 def test_a_tie_of_n_tokens_counts_as_one_nth_of_a_hit():
     """A model whose logits are all equal is right one time in V, not always.
 
@@ -212,8 +225,7 @@ def test_forward_equals_numpy(variant):
     params, batch = random_params(cfg), random_batch(cfg)
     got = jax.jit(lambda p: model.forward(p, batch, cfg))(as_f32(params))
     np.testing.assert_allclose(
-        got, np_logits(params, batch["tokens"], cfg), rtol=0, atol=1e-4,
-        err_msg="if you changed the model, change np_logits in tests/test_model.py with it")
+        got, np_logits(params, batch["tokens"], cfg), rtol=0, atol=1e-4, err_msg=EDIT)
 
 
 @pytest.mark.parametrize("variant", ["gqa, qk_norm, tied", "experts, low rank"])
@@ -233,7 +245,7 @@ def test_dropout_equals_numpy(variant):
     loss = jax.jit(lambda p, keys: model.loss_fn(p, batch, cfg, keys)[0]["loss"])
     for given, how in ((keys, {"drop": drop}), (None, {})):
         want = np_sums(params, batch, cfg, **how)["loss"]
-        assert loss(as_f32(params), given) == pytest.approx(want, rel=1e-5)
+        assert loss(as_f32(params), given) == pytest.approx(want, rel=1e-5), EDIT
 
 
 @pytest.mark.parametrize("change", [
@@ -252,13 +264,11 @@ def test_loss_sums_equal_numpy(change):
     batch["labels"][2, 1:] = -100  # one label is left
     sums, counts = jax.jit(lambda p: model.loss_fn(p, batch, cfg))(as_f32(params))
     want = np_sums(params, batch, cfg)
-    assert set(sums) == set(counts) == set(want)
-    n_labels = (batch["labels"] != -100).sum()
-    norm = {"tokens": n_labels, "positions": 27, "sequences": 2,
-            "constant": 250 * 3 / cfg.batch_size}
-    for name in want:
-        assert sums[name] == pytest.approx(want[name], rel=1e-5), name
-        assert counts[name] == (norm[cfg.loss_norm] if name == "objective" else n_labels), name
+    want_counts = np_counts(want, batch, cfg)
+    for name in sums | counts | want:
+        wanted = pytest.approx(want.get(name, np.nan), rel=1e-5)
+        assert sums.get(name) == wanted, f"{EDIT}: sum of {name!r}"
+        assert counts.get(name) == want_counts[name], f"{EDIT}: count of {name!r}"
     assert "dropped" not in sums or (sums["dropped"] > 0) == (cfg.capacity_factor > 0)
 
 
@@ -287,7 +297,8 @@ def test_gradients_equal_finite_differences(variant, tiles, terms):
         up, down = (total(np_sums(params | {name: value + h * direction}, batch, cfg))
                     for h in (1e-5, -1e-5))
         got = np.sum(np.asarray(grads[name], np.float64) * direction)
-        assert abs(got - (up - down) / 2e-5) < 1e-4 * np.linalg.norm(grads[name]), name
+        error = abs(got - (up - down) / 2e-5)
+        assert error < 1e-4 * np.linalg.norm(grads[name]), f"{EDIT}: gradient of {name!r}"
 
 
 @pytest.mark.parametrize("T, packed, window", [(1, False, 0), (11, False, 3), (11, True, 0)])
@@ -603,8 +614,9 @@ def on_platform(platform):
     """A context of a mesh of one device of this platform, which this machine lacks."""
     device = types.ModuleType("device")  # it can be hashed, as a mesh needs
     vars(device).update(id=0, platform=platform, device_kind="abacus", process_index=0)
-    mesh = jax.sharding.Mesh(np.array([device]).reshape((1,) * 5), config.AXES,
-                             axis_types=(jax.sharding.AxisType.Auto,) * 5)
+    n = len(config.AXES)
+    mesh = jax.sharding.Mesh(np.array([device]).reshape((1,) * n), config.AXES,
+                             axis_types=(jax.sharding.AxisType.Auto,) * n)
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 

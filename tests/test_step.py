@@ -294,28 +294,35 @@ def test_groups_of_parameters_have_their_own_rate_decay_and_optimizer():
             np.testing.assert_allclose(updates[k], want, rtol=2e-5, atol=1e-6)
 
 
+# {optimizer: the fields of its state that are first moments}
 FIRST_MOMENTS = {"adamw": {"mu"}, "adafactor": set(), "lion": {"mu"}, "muon": {"mu", "trace"},
                  "rmsprop": set(), "sgd": {"trace"}}
 
 
 @pytest.mark.parametrize("name", sorted(step.OPTIMIZERS))
 def test_first_moments_alone_have_moment_dtype(name):
-    """All else in an optimizer's state, but for counts, is float32.
+    """All else in an optimizer's state, but for counts, is float32. An update keeps the dtypes.
 
     Break: step.py: optax.trace(cfg.b1, accumulator_dtype=cfg.moment_dtype) => optax.trace(cfg.b1)
     """
     cfg = dataclasses.replace(BASE, optimizer=name, moment_dtype="bfloat16")
     shapes = {k: jax.ShapeDtypeStruct(row["shape"], jnp.float32) for k, row in STACK.items()}
-    state = jax.eval_shape(step.make_optimizer(cfg, STACK).init, shapes)
-    narrow, wide = set(), set()
+    optimizer = step.make_optimizer(cfg, STACK)
+    state = jax.eval_shape(optimizer.init, shapes)
+    found = {}  # {field: dtypes}
     for path, x in jax.tree_util.tree_leaves_with_path(state):
-        names = {getattr(key, "name", "") for key in path} & {"mu", "trace"} or {"other"}
         if x.ndim and x.dtype != jnp.int32:
-            (narrow if x.dtype == jnp.bfloat16 else wide).update(names)
-    assert not narrow & wide
-    assert narrow == FIRST_MOMENTS.get(name), (
-        f"edit FIRST_MOMENTS in tests/test_step.py: {name!r}: {narrow}, if its moments have the "
-        "dtypes that they should")
+            names = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
+            field = [each for each in names if each and each not in STACK][-1]
+            found.setdefault(field, set()).add(x.dtype.name)
+    first = FIRST_MOMENTS.get(name, set())
+    wanted = {field: {"bfloat16" if field in first else "float32"} for field in first | {*found}}
+    assert name in FIRST_MOMENTS and found == wanted, (
+        f"edit FIRST_MOMENTS in tests/test_step.py: {name!r}: the fields of its state that should "
+        f"have moment_dtype, here bfloat16; all others are float32. They have {found}")
+    assert jax.eval_shape(optimizer.update, shapes, state, shapes)[1] == state, (
+        f"edit OPTIMIZERS in step.py: {name!r}: an update changes the dtypes of the state, so that "
+        "a second step cannot run")
 
 
 OF_OPTAX = {
@@ -994,7 +1001,8 @@ def test_memory_by_kind_equals_a_hand_count(change, kinds):
     assert {k: memory[k] for k in memory if "mp" not in k and k != "total"} == kinds
     if "offload_optimizer" not in change:  # a CPU's XLA counts the host's memory as the device's
         held = sum(kinds.values()) + 2 * 4 + 4 * (8 + 4) * 4 + 6 * 4 + 6 * 4
-        assert 0 <= memory["total"] - memory["temporaries"] - held <= 8 * 20, memory
+        assert 0 <= memory["total"] - memory["temporaries"] - held <= 8 * 20, (
+            "if you added to the state, edit `held` in this test", memory)
 
 
 def test_memory_of_a_device():

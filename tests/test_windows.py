@@ -77,6 +77,8 @@ def test_windows_come_one_after_the_other(folder, tmp_path, capsys):
     assert letters(fresh, [0]) == ["aaaa"]
     assert fresh["next_files"](1) == (str(days / "day2.txt"),) and fresh["next_files"](2) == ()
     assert [w["name"][-8:] for w in train["windows"](3)] == ["day1.txt", "day2.txt", "ay10.txt"]
+    with pytest.raises(ValueError, match="val_frac 0.1: must be 0 with windows; set --val_data"):
+        make(val_frac=0.1)
 
 
 @pytest.mark.parametrize("fields, wanted", [
