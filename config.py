@@ -5,6 +5,7 @@ Owns `Config`, the one class of the project, its text forms (command line, JSON,
 its validation. Rejects a config that cannot run, with all errors in one message.
 Invariant: a `Config` is hashable, so that it can be a static argument of jax.jit.
 """
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -731,16 +732,19 @@ def _load_values(name, kind=Config):
 
 def _config_text(name):
     """The text of a config file, None without the file. A config.json that is missing or empty, as
-    after a power cut, is replaced by the config in the newest checkpoint beside it.
+    after a power cut, is replaced by its copy in the newest intact checkpoint beside it.
     """
     path = Path(name)
     if path.is_file() and path.stat().st_size:
         return path.read_bytes()
-    metas = sorted(path.parent.glob("ckpt/*/meta.json"))
-    if path.name != "config.json" or not metas:
-        return None
-    saved = json.loads(metas[-1].read_bytes())["body"].get("config", {})
-    return json.dumps({k: v for k, v in saved.items() if k not in LAUNCH_FIELDS})
+    metas = path.parent.glob("ckpt/[0-9]*/meta.json") if path.name == "config.json" else ()
+    for meta in sorted(metas, reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # corrupted
+            content = json.loads(meta.read_bytes())
+            body = json.dumps(content["body"], sort_keys=True)
+            if zlib.crc32(body.encode()) == content["crc32"]:  # as in ckpt.py
+                return json.dumps(content["body"]["config_file"])
+    return None
 
 
 def _branch_values(cfg):
@@ -1282,10 +1286,13 @@ def architecture_mismatch(saved, current):
 # it. A name may be a glob pattern. A row ends at | or with its line, or continues indented.
 OTHER_TRAINERS = """
 --out_dir <- run_name output_dir save_directory default_root_dir base_output_directory
---ckpt_dir, also s3:// or gs:// <- bucket_path ckpt_path load_directory save load
---resume auto, must or overwrite <- resume_* auto_resume* overwrite_output_dir | --seed <- data_seed
+--ckpt_dir, also s3:// or gs:// <- bucket_path ckpt_path save_dir checkpoint_dir load_directory save
+  load
+--resume auto, must or overwrite <- resume_* auto_resume* overwrite_output_dir
+--seed <- data_seed seed_everything
 --mode eval; a run that trains has --eval_every <- eval_only do_eval do_train
---config, a preset or a JSON file <- arguments args config_path config_variables config_kwargs path
+--config, a preset or a JSON file <- arguments args config_file config_path config_variables
+  config_kwargs path
 --init_from for weights, --config for sizes <- model *model_name* name_or_path base_model
   model_bank model_type model.name flavor
 no flag: train.main in Python takes it <- state model_state model_parameters
@@ -1297,7 +1304,7 @@ no flag: a task defines it, see tests/GUIDE.md <- name type model_class model_ta
 --data FILE, 'hf://datasets/ORG/NAME/*.parquet', or rows for train.main <- data_dir data_path
   train_file dataset dataset_name dataset_path datasets *train_data* dataset_train dataloader_train
 --val_data, or rows for train.main <- validation_file *eval_data* dataset_eval dataloader_eval
---val_frac <- val_set_size | --columns text=NAME <- dataset_text_field | --prompt <- start
+--val_frac <- val_set_size val_split | --columns text=NAME <- dataset_text_field | --prompt <- start
 --tokenizer <- tokenizer_* processor processing_class | --overfit_batch <- overfit_*batch*
 --packing best_fit <- sample_packing packed_sample_seqlens | --truncation <- truncation_mode
 no flag: a batch is a function of the step <- use_grain dataset_type
@@ -1309,14 +1316,14 @@ no flag: answers are the labels <- assistant_only_loss train_on_inputs
 --epochs <- num_train_epochs num_epochs max_epochs train_epoch
 --stop, as 500, +100 (of this launch) or 2h30m <- exit_* max_time training_time_limit
 --eval_batch_size, of all devices together <- *eval*_batch_size
---batch_size, of all devices and microbatches together <- *_batch_size
---grad_accum_steps, parts of one batch: --batch_size counts all <- gradient_accumulation_steps
+--batch_size, of all devices and microbatches together <- *_batch_size* batch
+--grad_accum_steps, parts of one batch: --batch_size counts all <- gradient_accumulation*
   accumulate_grad_batches
---seq_len <- block_size max_length model_max_length max_seq* seq_length sequence_len*
+--seq_len <- block_size max_length model_max_length max_seq* seq_length sequence_len* context_length
   max_target_length *max_position_embeddings
 --d_model <- n_embd hidden_size hidden_dim dim | --n_layers <- num_layers num_hidden_layers
 --n_heads <- num_heads num_attention_heads | --n_kv_heads <- num_k*_heads num_query_groups
---d_ff, of each expert too <- intermediate_size moe_intermediate_size ffn_hidden_size
+--d_ff, of each expert too <- ffn_dim intermediate_size moe_intermediate_size ffn_hidden_size
 --n_experts <- num_experts num_local_experts | --qkv_bias, the only biases <- bias attention_bias
 --lora_rank N <- use_peft lora_r r adapter | no flag: weights are not quantized <- load_in_*
 --lora_targets, as layers.wq <- target_modules lora_target_*
@@ -1333,20 +1340,29 @@ no flag: attention has --dtype, its softmax float32 <- attn_dtype attn_softmax_d
 --mlp_tiles N, without experts <- tiled_mlp_compute
 --optimizer <- optim optimizer_* optimizer.name optimizer.type dense_optimizer* | --eps <- adam_eps*
 --optimizers PATTERN=NAME; tests/recipes/clicks.py has sparse updates <- sparse_optimizer
---schedule, of all parameters <- decay_lr *lr_scheduler* scheduler* lr_decay_style
---warmup_steps, below 1 a fraction of all steps <- warmup* lr_warmup_* | --lr <- learning_rate
+--schedule, of all parameters <- decay_lr lr_schedule *lr_scheduler* scheduler* lr_decay_style
+--warmup_steps, below 1 a fraction of all steps <- *warmup* | --lr <- learning_rate peak_lr max_lr
 --min_lr_frac, a fraction of lr, as 0.1 <- min_lr min_lr_* | --b1 <- adam_beta1 beta1 momentum
 --clip_norm <- grad_clip clip_grad max_grad_norm max_norm gradient_clip* | --b2 <- adam_beta2 beta2
 --label_smoothing, --z_loss and --loss_norm <- loss_config
+--label_smoothing <- label_smoothing_factor | --token_cache <- dataset_prepared_path
+--save_every, as 0.25epoch <- saves_per_epoch | --eval_every, as 0.25epoch <- evals_per_epoch
+--eos_token <- special_tokens | --temperature <- temp | --weight_decay <- wd | --n_experts <- moe
+--experts_per_token <- num_experts_per_tok | --norm_eps <- rms_norm_eps layer_norm_eps
+--tie_embeddings <- tie_word_embeddings | --vocab_size <- vocab | --b1 and --b2 <- betas
+--rope_factor and --rope_original_len <- rope_scaling | --hooks tests/recipes/hooks.py:ema <- ema
+--n_processes <- nnodes | no flag: nothing is uploaded <- push_to_hub hub_*
+no flag: it is that of --tokenizer <- chat_template
+no flag: batches are prefetched <- *num_workers
 --dp, --fsdp, --ep, --tp and --sp <- sharding_axis_* strategy
 --slices N, along --dp or --fsdp <- sharding_dcn_axis_dims dcn_* | --ep <- *expert*_parallel*
 --fsdp for ZeRO-3, --dp for ZeRO-2 <- deepspeed *data_parallel* | --tp <- *tensor*_parallel*
 --sp <- *sequence_parallel* *context_parallel* | no flag: no pipeline parallelism <- pipeline_*
 no flag: see param_table in model.py <- partition_axis step_partition_spec initializer_range
-no flag: all visible devices are used <- devices gpus num_gpus
-the variable JAX_PLATFORMS <- device accelerator backend | --peer_timeout_s <- timeout ddp_timeout
+no flag: all visible devices are used <- devices gpus num_gpus backend
+the variable JAX_PLATFORMS <- device accelerator | --peer_timeout_s <- *timeout*
 --coordinator, --n_processes and --process_id <- world_size global_rank local_rank num_nodes
---track wandb or tensorboard <- report_to wandb_log wandb use_wandb wandb.enable logger
+--track wandb or tensorboard <- tensorboard report_to wandb_log wandb use_wandb wandb.enable logger
 the variables WANDB_PROJECT, WANDB_NAME and so on <- wandb_* wandb.name project entity
 --log_every <- logging_steps log_steps log_interval log_freq log_every_n_* train_log_iter_interval
 --log_all_processes <- log_all_workers | no flag: logs have no levels <- log_level
@@ -1367,7 +1383,7 @@ no flag: TensorStore writes in parallel <- save_concurrency_per_rank
 --reload_every, with dynamic=yes in --init_from <- load_update_* ckpt_load_arg
 tests/recipes/windows.py --windows_per_epoch <- window_iter | --sample_tokens <- max_new_tokens
 --profile FIRST:LAST <- mem_profiler* profiler* *profiling | --n_samples <- num_samples
-no flag: it is always on <- compile torch_compile dataloader_num_workers shuffle lazy data_to_cuda
+no flag: it is always on <- compile compile.enable torch_compile shuffle lazy data_to_cuda
   auto_shard_model find_unused_parameters
 """
 

@@ -345,7 +345,8 @@ def run_training(setup, progress, observers, check_lock, state, params):
         "programs": programs,
         "first_step": first_step,
         "is_branch": start["is_branch"],
-        "description": description,  # part of every checkpoint
+        # Part of every checkpoint, with the content of config.json.
+        "description": description | {"config_file": json.loads(config_json)},
         "log_event": log_event,
         "check_lock": check_lock,
     }
@@ -510,6 +511,7 @@ def train(run, state, progress):
     polled = progress["polled"]
     is_wanted = cfg.save_end or polled["stop"] or "save" in polled["events"]
     if step and is_wanted and "save" not in due and progress["saved_step"] != step:
+        mark_done(progress, "save", step)
         save_state(run, state, step, progress, "stop")
     return end_run(run, state, step, progress, stop)
 

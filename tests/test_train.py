@@ -1322,6 +1322,7 @@ def test_an_export_that_fails_is_reported(tiny, monkeypatch, capsys):
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
+    train.main(tiny(mode="data"))
     monkeypatch.setattr(fcntl, "flock", no_locks)
     cfg = tiny(steps=config.Config.steps, epochs=1e-6, eval_every=0, export_every=1,
                export=str(Path(tiny().out_dir + "_hf")))
@@ -1642,7 +1643,7 @@ def test_a_checkpoint_of_an_own_loop_with_its_config_is_evaluated(tiny, tmp_path
 def test_a_lost_config_json_is_that_of_the_checkpoint(spoil, tiny, capsys):
     """The run resumes by its folder alone, and has the file again.
 
-    Break: config.py: if path.name != "config.json" or not metas: => if True:
+    Break: config.py: return json.dumps(content["body"]["config_file"]) => return None
     """
     cfg = tiny(steps=2, eval_every=0, lr=1e-3, stop=("9",))
     train.main(cfg)
@@ -1652,9 +1653,13 @@ def test_a_lost_config_json_is_that_of_the_checkpoint(spoil, tiny, capsys):
     assert train.cli(["--out_dir", cfg.out_dir, "--steps", "3"]) == 0
     assert f"{path} was missing or empty: it is written again" in capsys.readouterr().out
     assert ckpt.latest(f"{cfg.out_dir}/ckpt") == 3
-    kept = ("lr", "data", "stop", "d_model", "eval_every")
     found, expected = json.loads(path.read_text()), json.loads(text)
-    assert [found[name] for name in kept] == [expected[name] for name in kept]
+    assert found == expected | {"steps": 3}
+    spoil(path)  # and the newest checkpoint is corrupted too
+    meta = Path(cfg.out_dir, "ckpt/000000003/meta.json")
+    meta.write_text(meta.read_text().replace('"d_ff": 0', '"d_ff": 7'))
+    assert train.cli(["--out_dir", cfg.out_dir, "--steps", "3"]) == 0
+    assert json.loads(path.read_text()) == expected | {"steps": 3}
 
 
 def test_a_run_keeps_its_automatic_dtype_on_another_cpu(tiny, monkeypatch):
@@ -1671,9 +1676,13 @@ def test_a_run_keeps_its_automatic_dtype_on_another_cpu(tiny, monkeypatch):
     assert [row["config"]["dtype"] for row in rows(cfg.out_dir, "start")] == ["mixed"] * 2
 
 
-def test_an_interval_in_time_counts_all_launches(tiny, monkeypatch):
+@pytest.mark.parametrize("n, n_launches, evals, saves, kept", [
+    (7, 2, [13], [(7, "second"), (13, "second"), (14, "stop")], [14]),
+    (6, 3, [12], [(6, "stop"), (12, "stop"), (18, "stop")], [12, 18])])
+def test_an_interval_in_time_counts_all_launches(n, n_launches, evals, saves, kept, tiny,
+                                                 monkeypatch):
     """An evaluation every two hours comes in the second launch of 70 minutes, and a checkpoint that
-    a time made passes.
+    a time made passes. A step that a stop saved is not saved again.
 
     Break: train.py: progress["earlier_s"] = sum(saved["time_s"].values()) => pass
     """
@@ -1684,13 +1693,12 @@ def test_an_interval_in_time_counts_all_launches(tiny, monkeypatch):
         if event == "step":
             past[0] += 600
 
-    cfg = tiny(steps=20, eval_every="2h", save_every="1h", stop=("+7",), dtype="float32")
-    for _ in range(2):
+    cfg = tiny(steps=20, eval_every="2h", save_every="1h", stop=(f"+{n}",), dtype="float32")
+    for _ in range(n_launches):
         train.main(cfg, hooks=[slow])
-    assert [row["step"] for row in rows(cfg.out_dir, "eval")] == [13]
-    saves = [(row["step"], row["why"]) for row in rows(cfg.out_dir, "save")]
-    assert saves == [(7, "second"), (13, "second"), (14, "stop")]
-    assert ckpt.steps(f"{cfg.out_dir}/ckpt") == [14]
+    assert [row["step"] for row in rows(cfg.out_dir, "eval")] == evals
+    assert [(row["step"], row["why"]) for row in rows(cfg.out_dir, "save")] == saves
+    assert ckpt.steps(f"{cfg.out_dir}/ckpt") == kept
 
 
 @pytest.mark.parametrize("name, package", [("wandb", "wandb"), ("tensorboard", "tensorboardX")])
