@@ -29,7 +29,7 @@ FORKS = {
         "test_fields.py -k every_field_has_a_row"),
     "an event": ([
         ("config.py", '"reload")  #', '"reload", "noise")  #'),
-        ("config.py", "    watch: tuple", "    noise_every: Interval = 0  # interval\n    watch: tuple")],
+        ("config.py", "    watch: tuple", "    noise_every: Interval = 0\n    watch: tuple")],
         "test_fields.py -k every_field_has_a_row"),
 }
 
