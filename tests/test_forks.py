@@ -27,10 +27,6 @@ FORKS = {
         ("config.py", "    label_smoothing: Fr", "    noise: float = 0.0  # noise\n"
          "    label_smoothing: Fr")],
         "test_fields.py -k every_field_has_a_row"),
-    "an event": ([
-        ("config.py", '"reload")  #', '"reload", "noise")  #'),
-        ("config.py", "    watch: tuple", "    noise_every: Interval = 0\n    watch: tuple")],
-        "test_fields.py -k every_field_has_a_row"),
 }
 
 
