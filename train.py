@@ -1608,6 +1608,7 @@ def catch_signals(progress):
         if number == signal.SIGUSR1:
             progress["requests"].add("save")
         elif not progress["in_loop"]:
+            progress.update(signal=name)  # where JAX loses the exception, the loop stops
             raise KeyboardInterrupt(name)
         elif not progress["signal"]:
             progress["signal"] = name

@@ -2041,7 +2041,7 @@ def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypa
     with train.catch_signals(progress):
         with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
             signal.raise_signal(signal.SIGTERM)
-        progress["in_loop"] = True
+        progress.update(in_loop=True, signal=None)
         for n in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # `timeout` sends two
             os.kill(os.getpid(), n)
         wait_for(lambda: progress["signal"] == "SIGTERM" and progress["requests"] == {"save"})
@@ -2065,6 +2065,20 @@ def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypa
         os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     signal.signal(signal.SIGHUP, handlers[2])
+
+
+def test_a_signal_whose_exception_is_lost_stops_the_loop(tiny):
+    """Python ignores one that is raised in a callback of the garbage collector.
+
+    Break: train.py: progress.update(signal=name) => pass
+    """
+    def lose(event, row):
+        if event == "start":
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+
+    summary = train.main(tiny(), hooks=[lose])
+    assert (summary["reason"], summary["step"], summary["checkpoint"]) == ("SIGTERM", 0, None)
 
 
 def test_a_closed_terminal_ends_no_run(tiny, monkeypatch):
