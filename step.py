@@ -1217,8 +1217,10 @@ def init_distributed(coordinator, n_processes, process_id):
             text = "still waiting for the others"
 
     threading.Thread(target=remind, daemon=True).start()
-    jax.distributed.initialize(*addresses, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
-    is_connected.set()
+    try:
+        jax.distributed.initialize(*addresses, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+    finally:
+        is_connected.set()
 
 
 def _check_port(port):
