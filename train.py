@@ -2348,7 +2348,8 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         # Give hooks what an evaluation in a run gives them: their saved state, and the parameters.
         hooks = setup["hooks"]
         params = run_hooks(hooks, "load", {"step": step, "params": params})["params"]
-        run_hooks(hooks, "start", {"step": step, "config": dataclasses.asdict(cfg)})
+        run_hooks(hooks, "start", {"step": step, "config": dataclasses.asdict(cfg),
+                                   "validation": describe_validation(setup, val_data)})
         if start["meta"]:
             # A checkpoint of a program of its own may lack the state of hooks.
             saved_state = start["meta"].get("hooks", {})

@@ -163,7 +163,8 @@ def test_an_average_of_the_parameters_is_evaluated_and_resumed_on_another_mesh(t
     kept = ckpt.restore(cfg.out_dir + "/ckpt", 8, like)["hooks"]["ema"]
     for name, x in ema.items():
         np.testing.assert_allclose(kept[name], x, rtol=2e-5, atol=1e-7, err_msg=name)
-    again = train.main(dataclasses.replace(cfg, mode="eval"), [hooks.average_params(0.5)])
+    own = [hooks.average_params(0.5), hooks.stop_early(2)]
+    again = train.main(dataclasses.replace(cfg, mode="eval"), own)
     assert again["val_loss"] == summary["val_loss"]
     again = train.main(dataclasses.replace(cfg, mode="eval"), params=kept)
     np.testing.assert_allclose(summary["val_loss"], again["val_loss"], rtol=1e-6)
