@@ -334,8 +334,8 @@ def _in_host_memory(x):
 def _as_json(x):
     if hasattr(x, "tolist"):  # NumPy, JAX
         return x.tolist()
-    raise TypeError(f"meta: {x!r:.60} is of type {type(x).__name__}, which JSON lacks; give "
-                    "numbers, texts, lists and dicts, and arrays apart")
+    raise TypeError(f"meta: {x!r:.60} is of type {type(x).__name__}, which JSON lacks; use "
+                    "numbers, texts, lists and dicts")
 
 
 def _check_space(root, n_bytes):
@@ -690,7 +690,7 @@ def _kvstore(root, *names, max_retries=4):
         return _bucket_kvstore(root, *names, max_retries=max_retries)
     path = Path(root, *names).resolve()  # TensorStore refuses ".."
     if "\\" in str(path):  # a file would be written elsewhere
-        raise ValueError(f"{path}: TensorStore takes a \\ for a /; choose a path without it")
+        raise ValueError(f"{path}: TensorStore reads a \\ as a /; choose a path without it")
     return {"driver": "file", "path": f"{path}/", "file_io_sync": True}
 
 
@@ -755,7 +755,7 @@ PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the ot
 
 
 def check_shared(root):
-    """Raise ValueError in every process when one does not read in a root what process 0 writes."""
+    """Raise ValueError in every process unless all of them read in a root what process 0 writes."""
     if jax.process_count() == 1:
         return
 
@@ -808,9 +808,9 @@ def _wait_for_peers(store, save_id):
 # ---- retention and clean-up
 
 def delete_old(root, max_to_keep, keep_period=0, log=print, up_to=float("inf")):
-    """Delete the passing checkpoints up to a step, but for the newest checkpoint, then all but the
-    `max_to_keep` newest (0: keep all). Those whose step keep_period divides stay. `log` gets a
-    message for each that cannot be deleted.
+    """Delete old checkpoints up to a step: the passing ones, see `save`, and of the others all but
+    the `max_to_keep` newest (0: keep all). The newest checkpoint and those whose step keep_period
+    divides stay. `log` gets a message for each that cannot be deleted.
     """
     folders = _step_folders(root)
     saved = [step for step in sorted(folders) if "meta.json" in folders[step] and step <= up_to]
@@ -931,14 +931,14 @@ def find_start(out_dir, root, resume, given=False):
     parameters. Raises ValueError when a required checkpoint is missing, or when a checkpoint must
     not exist.
     """
-    # A folder outside out_dir may have the checkpoints of another run. A run that was moved, or has
-    # its out_dir at another place in each launch, still resumes.
+    # A folder outside out_dir may have the checkpoints of another run. A run resumes although its
+    # out_dir has moved, or differs from launch to launch: then the old out_dir has no run.
     if root != ckpt_root(out_dir, ""):
         owner = newest_meta(root)[1].get("config", {}).get("out_dir", out_dir)
+        is_own = os.path.realpath(owner) == os.path.realpath(out_dir)
         recorded_root = broadcast_from_main(lambda: root_of(owner))
-        is_moved = os.path.realpath(recorded_root) != os.path.realpath(root)
-        if os.path.realpath(owner) != os.path.realpath(out_dir) and (
-                resume == "overwrite" or not is_moved):
+        is_in_use = os.path.realpath(recorded_root) == os.path.realpath(root)
+        if not is_own and (is_in_use or resume == "overwrite"):
             raise ValueError(f"ckpt_dir {root}: has the checkpoints of the run {owner}, not of "
                              f"{out_dir}; choose another --ckpt_dir")
     if resume == "overwrite":

@@ -758,7 +758,9 @@ def _branch_values(cfg):
 def _run_config(folder, kind):
     """{field: value} of the config.json in a folder; {} without the file."""
     path = str(Path(folder, "config.json"))
-    return _load_values("" if _config_text(path) is None else path, kind)
+    if _config_text(path) is None:
+        return {}
+    return _load_values(path, kind)
 
 
 # ---- numbers
@@ -1002,8 +1004,8 @@ def _multiple_errors(name, value, rule, divisor):
     if value % divisor == 0:
         return []
     below = value // divisor * divisor
-    works = f"{below} or {below + divisor}" if below else divisor
-    return [f"{name} {value}: must be a multiple of {rule} = {divisor}, as {works}"]
+    examples = f"{below} or {below + divisor}" if below else divisor
+    return [f"{name} {value}: must be a multiple of {rule} = {divisor}, as {examples}"]
 
 
 # ---- rules between fields
@@ -1124,15 +1126,14 @@ def key_errors(where, given, known, required=()):
 
 
 def did_you_mean(name, known):
-    """'nearest: x', the known name that `name` misspells, or all known names if it misspells none.
-    """
+    """'nearest: x', the known name that `name` misspells, or else all known names."""
     close = nearest(str(name), known)
     return f"nearest: {close}" if close else f"legal: {', '.join(known)}"
 
 
 def nearest(name, known):
-    """The known name that `name` misspells, or "". They may differ in case, by one edit where one
-    of them has 4 letters, and by two where it has 12.
+    """The known name that `name` misspells, or "". The two may differ in case, by one edit if one
+    of them has at least 4 letters, and by two edits if one has at least 12.
     """
     for n_edits, n_letters in ((0, 1), (1, 4), (2, 12)):
         for word in known:
@@ -1143,8 +1144,8 @@ def nearest(name, known):
 
 
 def _within_edits(one, other, n_edits):
-    """Whether so many edits make one text the other. An edit inserts, deletes or replaces a letter,
-    or swaps two neighbours.
+    """Whether at most n_edits edits turn one text into the other. An edit inserts, deletes or
+    replaces a letter, or swaps two neighbours.
     """
     if one == other or not n_edits:
         return one == other
@@ -1259,8 +1260,8 @@ def check_resumable(old, new, old_mesh=(), mesh=()):
         may_change.remove("sp")
     raise_if_errors(refused_changes(before, after, may_change),
                     f"{new.ckpt_dir or new.out_dir} holds a run with another config (resume it by "
-                    "--out_dir alone, "
-                    f"or choose another --out_dir with --init_from '{new.out_dir} strict=no')")
+                    "--out_dir alone, or choose another --out_dir with --init_from "
+                    f"'{new.out_dir} strict=no')")
 
 
 def architecture_mismatch(saved, current):
@@ -1282,8 +1283,8 @@ def architecture_mismatch(saved, current):
 
 # ---- names in other trainers
 
-# What to write <- the names of it in nanoGPT, Hugging Face and others, unless the nearest flag is
-# it. A name may be a glob pattern. A row ends at | or with its line, or continues indented.
+# What to write here <- its names in nanoGPT, Hugging Face and others. A name may be a glob pattern.
+# A row ends at | or at the end of its line; an indented line continues it.
 OTHER_TRAINERS = """
 --out_dir <- run_name output_dir save_directory default_root_dir base_output_directory
 --ckpt_dir, also s3:// or gs:// <- bucket_path ckpt_path save_dir checkpoint_dir load_directory save
@@ -1395,7 +1396,8 @@ def _hint_for_name(name, known):
     hints = {}
     for row in re.split(r" \| |\n(?! )", OTHER_TRAINERS.strip()):
         text, _, names = row.partition(" <- ")
-        hints |= dict.fromkeys(names.split(), text if text.startswith("no flag") else f"use {text}")
+        hint = text if text.startswith("no flag") else f"use {text}"
+        hints |= dict.fromkeys(names.split(), hint)
     last = name.rpartition(".")[2]
     patterns = [pattern for pattern in hints if fnmatchcase(last, pattern)]
     for each in (name, last, *patterns):

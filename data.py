@@ -743,11 +743,12 @@ def _check_columns(row, form):
             has_meaning |= name == "label" and form != "input_ids"  # false: an answer to avoid
         if has_meaning and not _is_empty(value) and value != 1:
             used = " ".join(f"{column}={column}" for column in names)
-            reason = "would reach no token"
+            reason = "would reach no token; remove it or such rows"
             if name not in UNREAD_COLUMNS:
-                reason = "selects or weights labels, which is not supported"
-            raise ValueError(f"the column {name}, {value!r:.40}, {reason}; remove it or such rows, "
-                             f"or name the columns to use: --columns {used}")
+                reason = ("selects or weights labels, which is not supported; remove such rows, or "
+                          "put what is no label into a prompt")
+            raise ValueError(f"the column {name}, {value!r:.40}, {reason}, or name the columns to "
+                             f"use: --columns {used}")
 
 
 def _selects(value, items):

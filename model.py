@@ -2023,7 +2023,7 @@ HF_PROBES = {
 
 
 def hf_probe(cfg):
-    """A number that the forward pass gives: the sum of the logits of probe_models, with weights."""
+    """A weighted sum of the logits of probe_models, which differs between forward passes."""
     total = 0.0
     for tiny, params, tokens_1T in probe_models(cfg):
         with jax.default_matmul_precision("highest"):
@@ -2044,13 +2044,13 @@ def probe_models(cfg):
         params = {}
         for name, row in param_table(tiny).items():
             angles = np.arange(prod(row["shape"])) + zlib.crc32(name.encode()) % 1000
-            scale = 10 if name == "final_norm" else 1  # of the logits: a cap shows
+            scale = 10 if name == "final_norm" else 1  # large logits, which a cap would change
             params[name] = jnp.array(scale * np.sin(angles), jnp.float32).reshape(row["shape"])
         models.append((tiny, params, jnp.arange(9)[None]))
     return models
 
 
-# The fields of the tiny models that decide their numbers, beside their form.
+# Fields of the tiny models: all that their numbers depend on, but for the form.
 HF_TINY = {"d_model": 16, "n_layers": 4, "d_ff": 24, "vocab_size": 32, "n_heads": 4,
            "n_kv_heads": 2, "head_dim": 8, "rope_theta": 100.0, "rope_original_len": 16,
            "norm_eps": 0.1, "experts_per_token": 2, "capacity_factor": 0.0, "lora_rank": 0,
@@ -2059,8 +2059,8 @@ HF_TINY = {"d_model": 16, "n_layers": 4, "d_ff": 24, "vocab_size": 32, "n_heads"
 
 
 def check_hf_forward(cfg):
-    """Raise ValueError where the forward pass was changed, so that transformers would compute
-    something else with an export.
+    """Raise ValueError if transformers would compute something else with an export, because the
+    forward pass was changed.
     """
     family = _hf_family(cfg)
     found, expected = hf_probe(cfg), HF_PROBES[family][bool(cfg.sliding_window)]

@@ -812,8 +812,8 @@ def memory_limit(mesh):
 
 
 def _host_memory():
-    """The bytes that this process may use: the machine's, or the least limit of the control groups
-    that contain it (of both versions of Linux) and of ulimit -v.
+    """The bytes that this process may use: those of the machine, or a lower limit of a control
+    group that contains the process, or of ulimit -v.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     limits.append(resource.getrlimit(resource.RLIMIT_AS)[0])
@@ -828,7 +828,7 @@ def _host_memory():
     return min(limit for limit in limits if limit >= 0)  # -1: no limit of ulimit
 
 
-# The files with limits of memory, in both versions of control groups.
+# {folder of control groups: name of the file with the limit of memory}, of versions 2 and 1.
 CGROUP_FILES = {"/sys/fs/cgroup": "memory.max", "/sys/fs/cgroup/memory": "memory.limit_in_bytes"}
 
 
@@ -978,16 +978,15 @@ def _count_threads():
 # ---- optional
 #
 # The sections, in this order: parameters in bfloat16, loss scaling for float16, optimizer in host
-# memory, weight
-# statistics, memory estimates, memory advice, processes, profiler, compilation cache,
-# this file alone.
+# memory, weight statistics, memory estimates, memory advice, processes, profiler, compilation
+# cache, this file alone.
 
 
 # ---- parameters in bfloat16
 
 def round_stochastically(params, step, seed):
-    """Round float32 parameters {name: array} to bfloat16: up or down with the probabilities by
-    which the mean is exact. The nearest number would drop each move below 0.2% of a parameter.
+    """Round float32 parameters {name: array} to bfloat16, up or down at random, so that the
+    expected value is exact. Rounding to the nearest number would drop each move below 0.2%.
 
     The random bits are a function of (seed, step, name). Source: Gupta et al. 2015,
     arXiv:1502.02551, section 3.
@@ -1181,7 +1180,7 @@ def as_flags(changes):
 # ---- processes
 
 HEARTBEAT_TIMEOUT_S = 30  # seconds of silence after which JAX ends the other processes
-REMIND_S = 30  # seconds between lines that ask for processes that have not come
+REMIND_S = 30  # seconds between messages of a process that waits for the others
 
 
 def init_distributed(coordinator, n_processes, process_id):
@@ -1233,9 +1232,9 @@ def _check_port(port):
 
 
 def silent_processes():
-    """The indices of the processes that do not write within 2 s that they are here: after an error
-    of a collective, those that have died or are stuck. None on other processes than 0, which do not
-    wait: JAX aborts them at once when process 0 is dead.
+    """The indices of the processes that have died or are stuck after an error of a collective: each
+    of the others meets the error too, calls this, and so signs within 2 s. Only process 0 waits for
+    the signs; on the others, which JAX aborts when process 0 is dead, the result is None.
     """
     client = distributed.global_state.client
     here = f"here/{jax.process_index()}"
@@ -1243,7 +1242,7 @@ def silent_processes():
         threading.Thread(target=client.key_value_set, args=(here, ""), daemon=True).start()
         return None
     client.key_value_set(here, "")
-    time.sleep(2)  # the others meet the error too
+    time.sleep(2)
     found = {int(key.rpartition("/")[2]) for key, _ in client.key_value_dir_get("here/")}
     return sorted({*range(jax.process_count())} - found)
 

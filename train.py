@@ -309,11 +309,11 @@ def run_training(setup, progress, observers, check_lock, state, params):
     state = run_hooks(hooks, "load", state)
     first_step = int(state["step"])
 
+    # Write config.json. It has the dtype that "auto" means here, so that the run can resume on
+    # another kind of CPU. Delete the run to overwrite only now that nothing else can go wrong.
     config_path = Path(cfg.out_dir, "config.json")
     if resumes and is_main() and not ckpt.read_json(config_path):
         print0(f"{config_path} was missing or empty: it is written again")
-    # Delete the run to overwrite only now that nothing else can go wrong.
-    # An automatic dtype is that of this launch, also when the run resumes on another kind of CPU.
     given = dataclasses.replace(setup["given"], dtype=cfg.dtype)
     config_json = config.to_json(config.without_launch_fields(given))
     ckpt.begin_out_dir(cfg.out_dir, root, config_json,
@@ -1608,7 +1608,7 @@ def catch_signals(progress):
         if number == signal.SIGUSR1:
             progress["requests"].add("save")
         elif not progress["in_loop"]:
-            progress.update(signal=name)  # where JAX loses the exception, the loop stops
+            progress.update(signal=name)  # JAX may lose the exception: then the loop stops
             raise KeyboardInterrupt(name)
         elif not progress["signal"]:
             progress["signal"] = name
@@ -1675,10 +1675,10 @@ def explain_dead_process(root):
     except (ValueError, jax.errors.JaxRuntimeError) as e:
         if not re.search("Gloo|NCCL", str(e)):
             raise
-        who = "another process"
         silent = steplib.silent_processes()
-        if silent == []:  # all are here
+        if silent == []:  # none has died
             raise
+        who = "another process"
         if silent:
             who = f"process {', '.join(map(str, silent))} of {jax.process_count()}"
         raise ConnectionError(f"{who} has died or is stuck ({str(e).splitlines()[0]}). The same "
@@ -1863,7 +1863,7 @@ def format_log_row(row):
 
 
 def speed_of(row):
-    """The name of the speed in a log row: a hook may have added more before it."""
+    """The name of the speed in a log row, the last of those that end so."""
     return next(name for name in reversed(row) if name.endswith("s_per_s"))
 
 
@@ -2064,8 +2064,7 @@ def is_user_error(error):
 # The optional sections, in this order: rows from Python, best checkpoint, branches of a run,
 # validation data that comes later, exports during a run, dynamic sources of parameters, Hugging
 # Face weights, modes without a loop, memory estimates, hooks from files, logs of all processes,
-# profiler, plot, trackers.
-# Then the observers that run.
+# profiler, plot, trackers. Then the observers that run.
 
 
 # ---- rows from Python
@@ -2262,7 +2261,6 @@ def export_hf(params, cfg):
     ckpt.check_export(cfg.export, written_by)
     hf_config = model.hf_config(cfg)
     pieces = model.hf_pieces(cfg)
-    model.check_hf_forward(cfg)
     tokenizer = data.make_cfg_tokenizer(cfg)
     hf_config["torch_dtype"] = cfg.export_dtype
     hf_config["bos_token_id"] = tokenizer["bos"]
@@ -2279,6 +2277,7 @@ def export_hf(params, cfg):
         write_generation_config(folder / "generation_config.json", tokenizer)
 
     if params is None:
+        model.check_hf_forward(cfg)
         with tempfile.TemporaryDirectory() as folder:
             add_files(Path(folder))
         return
@@ -2540,7 +2539,7 @@ def log_of_process(cfg):
 
 
 def trace_profile(cfg):
-    """Trace the steps first:last of cfg.profile into out_dir/profile, those of another process than
+    """Trace the steps first:last of cfg.profile into out_dir/profile, or on another process than
     process 0 into a folder in it.
     """
     folder = Path(cfg.out_dir, "profile", "" if is_main() else f"process_{jax.process_index()}")

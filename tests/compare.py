@@ -114,10 +114,10 @@ def read_runs(folders, by="val_loss"):
         paths += matches or [text]
     runs = []
     skipped = []
+    # A field that an older config lacks has its default.
+    defaults = json.loads(config.to_json(config.Config()))
     for path in dict.fromkeys(map(os.path.realpath, paths)):
         try:
-            # A field that an older config lacks has its default.
-            defaults = json.loads(config.to_json(config.Config()))
             fields = defaults | json.loads(Path(path, "config.json").read_bytes())
             check_types(fields, {"steps": int})
             rows = read_rows(Path(path, "metrics.jsonl"), by)
@@ -151,8 +151,9 @@ def read_rows(path, by):
                 if row["event"] in EVENTS:
                     rows.append(checked_row(row, by))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                # A line without an end is being written.
-                n_skipped += line.endswith("\n") and not line.isspace()
+                is_being_written = not line.endswith("\n")
+                if not is_being_written and not line.isspace():
+                    n_skipped += 1
     if n_skipped:
         print(f"{path}: skipped rows that cannot be used: {n_skipped}", file=sys.stderr)
     return rows

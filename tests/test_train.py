@@ -1029,7 +1029,7 @@ def test_overwrite_deletes_no_other_run(tiny, tmp_path):
     """Of a folder of checkpoints that two runs name, each overwrites and resumes its own alone. A
     run whose out_dir has moved resumes from its ckpt_dir.
 
-    Break: ckpt.py: if os.path.realpath(owner) != os.path.realpath(out_dir) and ( => if False and (
+    Break: ckpt.py: if not is_own and (is_in_use or resume == "overwrite"): => if False:
     """
     shared = str(tmp_path / "big")
     cfg = tiny(steps=2, ckpt_dir=shared, eval_every=0)
@@ -1724,7 +1724,7 @@ def test_a_refused_launch_leaves_only_folders_that_were_there(tiny):
     out.mkdir()
     refused("resume must", tiny(resume="must"))
     assert [path.name for path in out.iterdir()] == [".lock"]
-    refused("a .* for a /", tiny(out_dir=f"{out}/$\\frac$"))
+    refused("as a /", tiny(out_dir=f"{out}/$\\frac$"))
 
 
 @pytest.mark.slow
