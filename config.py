@@ -141,17 +141,34 @@ class Config:
     n_kv_heads: NonNegInt = 0  # key and value heads; 0: as many as query heads
     head_dim: NonNegInt = 0  # width of a head; 0: d_model / n_heads
     rope_theta: PosFloat = 10000.0  # base of the rotary frequencies
-    rope_factor: PosFloat = 1.0  # scaling of long rotary wavelengths, as in Llama 3; 1: no scaling
+    rope_factor: PosFloat = 1.0  # scaling of rotary wavelengths, for longer sequences; 1: none
+    # which wavelengths rope_factor scales: long ones, by the rule of Llama 3.1 or of YaRN, or all
+    rope_scaling: Literal["llama3", "yarn", "linear"] = "llama3"
     rope_original_len: PosInt = 8192  # tokens per sequence before rope_factor
+    # factor of rotated queries and keys under yarn; 0: 0.1 ln(rope_factor) + 1
+    rope_attn_factor: NonNegFloat = 0.0
+    # growth of queries with the position: 1 + beta ln(1 + floor(position / rope_original_len))
+    rope_query_beta: NonNegFloat = 0.0
+    # rope_theta of layers with a window, whose wavelengths are then not scaled; 0: as all layers
+    rope_local_theta: NonNegFloat = 0.0
     norm_eps: PosFloat = 1e-6  # constant added to the mean square in RMSNorm
     qk_norm: bool = True  # RMSNorm on each query and key head
     qkv_bias: bool = False  # biases of the query, key and value projections
     # RMSNorm of what attention and MLP return in place of what they get; qk_norm is then over all
     # heads together, as in OLMo 2
     post_norm: bool = False
+    sandwich_norm: bool = False  # RMSNorm of what attention and MLP get and of what they return
+    geglu: bool = False  # GELU in place of SiLU in the MLP
     tie_embeddings: bool = True  # one matrix for embedding and logits
+    scale_embed: bool = False  # multiply the embedding of a token by sqrt(d_model)
+    attn_softcap: NonNegFloat = 0.0  # bound of attention scores: cap * tanh(x / cap); 0: none
+    logit_softcap: NonNegFloat = 0.0  # bound of logits, likewise
     # how many tokens a query attends to, itself included; 0: all before it
     sliding_window: NonNegInt = 0
+    # kinds of the layers, repeated over the depth, as in `sliding sliding full`: sliding has the
+    # sliding_window, full has none; full_nope and sliding_nope have no rotary positions. Default:
+    # all layers alike
+    layer_types: tuple[str, ...] = ()
     n_experts: NonNegInt = 0  # experts per layer; 0: a dense MLP
     experts_per_token: PosInt = 2  # experts that the router selects for each token (top-k)
     # expert capacity as a multiple of an even split of the tokens, beyond which tokens are dropped;
@@ -1090,7 +1107,9 @@ def _unused_errors(cfg):
     unused("document_mask", not cfg.document_mask, "eod_id")
     unused("log_every", not cfg.log_every, "watch")
     unused("temperature", not cfg.temperature, "top_k", "top_p")
-    unused("rope_factor", cfg.rope_factor == 1, "rope_original_len")
+    unused("rope_factor", cfg.rope_factor == 1, "rope_scaling", "rope_original_len",
+           "rope_query_beta")
+    unused("rope_scaling", cfg.rope_scaling != "yarn", "rope_attn_factor")
     unused("loss_norm", cfg.loss_norm != "constant", "loss_divisor")
     unused("schedule", cfg.schedule == "constant", "min_lr_frac")
     unused("schedule", cfg.schedule != "wsd", "decay_frac")
@@ -1159,6 +1178,9 @@ def _within_edits(one, other, n_edits):
 
 # ---- the transformer
 
+LAYER_TYPES = ("full", "sliding", "full_nope", "sliding_nope")
+
+
 def text_errors(sizes, cfg):
     """Errors between the fields that shape the transformer.
 
@@ -1171,6 +1193,17 @@ def text_errors(sizes, cfg):
         errors += _multiple_errors("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads)
     if cfg.head_dim % 2:
         errors.append(field_error(cfg, "head_dim", "must be even, for rotary positions"))
+    if not set(cfg.layer_types) <= set(LAYER_TYPES) or len(cfg.layer_types) > cfg.n_layers:
+        text = f"must be at most n_layers {cfg.n_layers} of {', '.join(LAYER_TYPES)}"
+        errors.append(field_error(cfg, "layer_types", text))
+    has_window = any(kind.startswith("sliding") for kind in cfg.layer_types)
+    if cfg.layer_types and has_window != (cfg.sliding_window > 0):
+        text = f"sliding_window {cfg.sliding_window}: must be above 0 if layers slide, or else 0"
+        errors.append(field_error(cfg, "layer_types", text))
+    if cfg.rope_local_theta and not cfg.sliding_window:
+        errors.append(field_error(cfg, "rope_local_theta", "needs layers with a sliding_window"))
+    if cfg.post_norm and cfg.sandwich_norm:
+        errors.append(field_error(cfg, "sandwich_norm", "excludes post_norm"))
     for name in ("d_model", "d_ff", "n_heads", "n_kv_heads"):
         size = getattr(cfg, name) * cfg.width_mult
         if abs(size - round(size)) > 1e-9 * size:
@@ -1227,10 +1260,13 @@ SHAPE_FIELDS = ("d_model", "n_layers", "n_kv_heads", "head_dim", "d_ff", "vocab_
 
 def differences(old, new):
     """Texts "NAME was X, is Y" of the values of two dicts that differ. A name that is missing in
-    `old` is skipped.
+    `old` is skipped. A list, as JSON has it, equals a tuple.
     """
+    def plain(value):
+        return list(value) if isinstance(value, tuple) else value
+
     return [f"{name} was {old[name]!r}, is {value!r}" for name, value in new.items()
-            if name in old and old[name] != value]
+            if name in old and plain(old[name]) != plain(value)]
 
 
 def refused_changes(old, new, may_change):
@@ -1351,7 +1387,7 @@ no flag: attention has --dtype, its softmax float32 <- attn_dtype attn_softmax_d
 --eos_token <- special_tokens | --temperature <- temp | --weight_decay <- wd | --n_experts <- moe
 --experts_per_token <- num_experts_per_tok | --norm_eps <- rms_norm_eps layer_norm_eps
 --tie_embeddings <- tie_word_embeddings | --vocab_size <- vocab | --b1 and --b2 <- betas
---rope_factor and --rope_original_len <- rope_scaling | --hooks tests/recipes/hooks.py:ema <- ema
+--hooks tests/recipes/hooks.py:ema <- ema
 --n_processes <- nnodes | no flag: nothing is uploaded <- push_to_hub hub_*
 no flag: it is that of --tokenizer <- chat_template
 no flag: batches are prefetched <- *num_workers

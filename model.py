@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder-only transformer as pure functions over a flat dict of arrays.
 
-Covers Llama, Mistral, Mixtral, Qwen2 and Qwen3. Owns the parameter table, the forward pass, the
-loss, generation and Hugging Face's names. Rejects attention kernels that the device lacks.
+Covers the families of HF_FAMILIES, such as Llama, Qwen3 and Gemma 3. Owns the parameter table, the
+forward pass, the loss, generation and Hugging Face's names. Rejects attention kernels that the
+device lacks.
 Invariant: each parameter is declared once, in `param_table`.
 """
 import dataclasses
 import zlib
+from collections import Counter
 from fnmatch import fnmatchcase
 from functools import partial
-from math import ceil, gcd, lcm, log, prod
+from math import ceil, floor, gcd, lcm, log, pi, prod
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +88,7 @@ def param_table(cfg):
         table["layers.k_norm"] = _row((L, H), P(), ones)
     if not cfg.tie_embeddings:
         table["unembed"] = _row((D, V), P(WEIGHT_AXES, "tp"), normal)
-    # Optional: biases, norms over all heads together, experts, LoRA.
+    # Optional: biases, norms of outputs or over all heads together, experts, LoRA.
     return _with_optional_rows(table, cfg)
 
 
@@ -138,30 +140,33 @@ def hidden_states(params, batch, cfg, train_keys=None):
     embedding and of biases.
     """
     params = _cast_params(params, cfg)
-    attn_inputs = _attention_inputs(batch, cfg)
-    # An argument of _block, since generation attends to a cache instead.
-    attend = partial(_attend, attn_inputs=attn_inputs, cfg=cfg)
 
-    def layer(x_BTD, w):
+    def layer(x_BTD, w, attn_inputs):
+        # An argument of _block, since generation attends to a cache instead.
+        attend = partial(_attend, attn_inputs=attn_inputs, cfg=cfg)
         return _block(x_BTD, w, attend, attn_inputs, cfg)
 
-    # Optional: rematerialization, where backward computes again what the policy does not save.
-    if cfg.remat != "none":
-        layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
-    x_BTD = _embed(params["embed"], batch["tokens"])
+    # A function for each kind of layer; by default all are alike.
+    layers = {}
+    for kind, attn_inputs in _attention_inputs(batch, cfg).items():
+        layers[kind] = partial(layer, attn_inputs=attn_inputs)
+        # Optional: rematerialization, where backward computes again what the policy does not save.
+        if cfg.remat != "none":
+            layers[kind] = jax.checkpoint(layers[kind], policy=REMAT[cfg.remat])
+    x_BTD = _embed(params["embed"], batch["tokens"], cfg)
     weights = _layer_weights(params)
     # Optional: dropout, in training, after the embedding and in each layer.
     if train_keys is not None and cfg.dropout:
         embedding_keys, weights["dropout_keys"] = _dropout_keys(train_keys, cfg)
         x_BTD = _dropout(x_BTD, embedding_keys, cfg)
     # A scan over the arrays stacked by layer; unrolled for up to UNROLLED_LAYERS layers.
-    x_BTD, router_stats = _scan_layers(layer, x_BTD, weights, cfg)
+    x_BTD, router_stats = _scan_layers(layers, x_BTD, weights, cfg)
     router_stats = {name: x.mean(axis=0) for name, x in router_stats.items()}
     x_BTD, unembed_DV = _head_inputs(x_BTD, params, cfg)
     return x_BTD, unembed_DV, router_stats
 
 
-def _embed(embed_VD, tokens_BT):
+def _embed(embed_VD, tokens_BT, cfg):
     """Look up the embedding of each token: x_BTD."""
     with jax.named_scope("embedding"):
         # The table was cast in _cast_params. The first constraint keeps the result split as it is
@@ -170,6 +175,8 @@ def _embed(embed_VD, tokens_BT):
         embed_VD = _shard(embed_VD, "tp", WEIGHT_AXES)
         embed_VD = _shard(embed_VD, "tp", None)
         x_BTD = _look_up(embed_VD, tokens_BT)  # embed_VD[tokens_BT], with a gradient in float32
+        if cfg.scale_embed:
+            x_BTD *= cfg.d_model**0.5
         return _shard(x_BTD, BATCH_AXES, "sp")
 
 
@@ -202,6 +209,8 @@ def _add_to_residual(x_BTD, y_BTD, part, w, cfg):
     """Add the output y_BTD of attention or MLP (part: "attn" or "mlp") to x_BTD."""
     if cfg.post_norm:
         y_BTD = _rms_norm(y_BTD, w[f"{part}_norm"], cfg)
+    if cfg.sandwich_norm:
+        y_BTD = _rms_norm(y_BTD, w[f"{part}_out_norm"], cfg)
     # Optional: dropout, in training.
     if "dropout_keys" in w:
         y_BTD = _dropout(y_BTD, w["dropout_keys"][part], cfg)
@@ -210,10 +219,11 @@ def _add_to_residual(x_BTD, y_BTD, part, w, cfg):
 
 
 def _mlp(x, w, cfg):
-    """SwiGLU of x [..., D]."""
+    """SwiGLU of x [..., D], or GeGLU."""
     gate = _linear(x, w, "w_gate", cfg)
     up = _linear(x, w, "w_up", cfg)
-    return _linear(jax.nn.silu(gate) * up, w, "w_down", cfg)
+    activation = jax.nn.gelu if cfg.geglu else jax.nn.silu
+    return _linear(activation(gate) * up, w, "w_down", cfg)
 
 
 def _linear(x, w, name, cfg):
@@ -260,6 +270,8 @@ def _self_attention(x_BTD, w, attend, attn_inputs, cfg):
     # K then counts kv heads with the copies that give each device of tp and sp at least one.
     q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH)
     q_BNTH = _rotate(q_BNTH, attn_inputs, cfg)
+    if cfg.rope_query_beta:
+        q_BNTH = _scale_by_position(q_BNTH, attn_inputs["positions"], cfg)
     k_BKTH = _rotate(k_BKTH, attn_inputs, cfg)
     a_BNTH = attend(q_BNTH, k_BKTH, v_BKTH)
     a_BTNH = _to_sequence_sharding(a_BNTH)  # back, by a second all-to-all over sp
@@ -307,7 +319,7 @@ def _attend_dense(q_BNTH, k_BKSH, v_BKSH, mask_BTS, cfg):
     K = k_BKSH.shape[1]
     # G = N // K query heads share a kv head. _batched_matmul makes one product for each B and K.
     q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H)
-    scores_BKGTS = _batched_matmul(q_BKGTH, k_BKSH.mT, cfg)
+    scores_BKGTS = _soft_cap(_batched_matmul(q_BKGTH, k_BKSH.mT, cfg), cfg.attn_softcap)
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -jnp.inf)
     # Softmax. It divides after the product with v: that saves a pass over the scores.
     max_BKGT1 = jax.lax.stop_gradient(_max_by_halves(scores_BKGTS))
@@ -335,8 +347,11 @@ def _attention_mask(query_pos, n_keys, window):
 def _rotate(x, attn_inputs, cfg):
     """Rotate the two halves of each head of x [B, heads, T, H] (Hugging Face's order) in float32.
 
-    The flip of the halves and the signed sin make the 2x2 rotation.
+    The flip of the halves and the signed sin make the 2x2 rotation. A layer without positions (cos
+    is None) keeps x.
     """
+    if attn_inputs["cos"] is None:
+        return x
     halves = _written(x, cfg).astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
     rotated = halves * attn_inputs["cos"] + halves[..., ::-1, :] * attn_inputs["sin"]
     return _written(rotated.reshape(x.shape).astype(x.dtype), cfg)
@@ -416,7 +431,8 @@ def _logits(x_BTD, unembed_DV, cfg, f32_out=True):
     with jax.named_scope("head"):
         logits_BTV = _matmul(x_BTD, unembed_DV, cfg, f32_out)
         # tp splits the vocabulary: no device holds all logits of a token.
-        return _shard(logits_BTV, BATCH_AXES, "sp", "tp").astype(jnp.float32)
+        logits_BTV = _shard(logits_BTV, BATCH_AXES, "sp", "tp").astype(jnp.float32)
+        return _soft_cap(logits_BTV, cfg.logit_softcap)
 
 
 # ---- supporting
@@ -491,6 +507,13 @@ def _norm_heads(heads, gain, cfg):
     return _rms_norm(joined, gain, cfg).reshape(heads.shape)
 
 
+def _soft_cap(x, cap):
+    """x bounded by cap, smoothly; 0: x itself."""
+    if not cap:
+        return x
+    return cap * jnp.tanh(x / cap)
+
+
 def _in_rows(gain, shape):
     """gain [D] broadcast to shape [..., D].
 
@@ -545,33 +568,61 @@ def _layer_weights(params):
             for name, x in params.items() if name.startswith("layers.")}
 
 
+def layer_kinds(cfg):
+    """The kind of each layer, one of config.LAYER_TYPES: "full", or "sliding" with a window; with
+    the ending "_nope" without rotary positions.
+    """
+    period = cfg.layer_types
+    if not period:
+        period = ("sliding",) if cfg.sliding_window else ("full",)
+    return [period[i % len(period)] for i in range(cfg.n_layers)]
+
+
+def _layer_window(kind, cfg):
+    """The window of a layer of this kind; 0: none."""
+    return cfg.sliding_window if kind.startswith("sliding") else 0
+
+
 def _attention_inputs(batch, cfg):
-    """The inputs of attention beside q, k and v, equal in all layers: positions [B, T], segments
-    [B, T] or None, window (0: none), and the rotary tables cos and sin.
+    """{kind of layer: the inputs of attention beside q, k and v}: positions [B, T], segments [B, T]
+    or None, window (0: none), and the rotary tables cos and sin, or None.
 
     A batch without positions has the same ones in each row; then the tables have one row.
     """
     B, T = batch["tokens"].shape
     positions = batch["positions"] if "positions" in batch else jnp.arange(T)[None]
-    cos, sin = rope_tables(positions, cfg)
     positions_BT = jnp.broadcast_to(positions, (B, T))
-    return {"positions": positions_BT, "segments": batch.get("segments"),
-            "window": cfg.sliding_window, "cos": cos, "sin": sin}
+    inputs = {}
+    for kind in dict.fromkeys(layer_kinds(cfg)):
+        window = _layer_window(kind, cfg)
+        cos, sin = None, None
+        if not kind.endswith("_nope"):
+            cos, sin = rope_tables(positions, cfg, is_local=window > 0)
+        inputs[kind] = {"positions": positions_BT, "segments": batch.get("segments"),
+                        "window": window, "cos": cos, "sin": sin}
+    return inputs
 
 
-def rope_tables(positions, cfg):
+def rope_tables(positions, cfg, is_local=False):
     """cos and signed sin [B, 1, T, 2, H/2] in float32 of positions [B, T], where B may be 1.
+    is_local: of a layer with a window, which may have a base of its own.
 
     Source: Su et al. 2021, arXiv:2104.09864.
     """
+    has_own_base = is_local and cfg.rope_local_theta > 0
+    theta = cfg.rope_local_theta if has_own_base else cfg.rope_theta
     even_dims = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32)
-    freq = cfg.rope_theta ** -(even_dims / cfg.head_dim)
-    # Rotary scaling, for sequences longer than those of pretraining.
-    if cfg.rope_factor != 1:
-        freq = _stretch_rope(freq, cfg)
+    freq = theta ** -(even_dims / cfg.head_dim)
+    attn_factor = 1.0
+    # Optional: rotary scaling, for sequences longer than those of pretraining.
+    if cfg.rope_factor != 1 and not has_own_base:
+        freq, attn_factor = _stretch_rope(freq, cfg)
     angle = positions.astype(jnp.float32)[:, None, :, None] * freq[None, None, None, :]
     cos = jnp.cos(angle)
     sin = jnp.sin(angle)
+    if attn_factor != 1:
+        cos *= attn_factor
+        sin *= attn_factor
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
@@ -581,10 +632,17 @@ def rope_tables(positions, cfg):
 UNROLLED_LAYERS = {"gpu": 64, "other": 12}
 
 
-def _scan_layers(layer, x_BTD, inputs, cfg):
-    """Run x_BTD, result = layer(x_BTD, input) over inputs stacked by layer: (x_BTD, results)."""
+def _scan_layers(layers, x_BTD, inputs, cfg):
+    """Run x_BTD, result = layers[kind](x_BTD, input) over inputs stacked by layer: (x_BTD, results
+    stacked by layer).
+    """
     unroll = cfg.n_layers <= _by_platform(UNROLLED_LAYERS)
-    return jax.lax.scan(layer, x_BTD, inputs, unroll=unroll)
+    kinds = layer_kinds(cfg)
+    if len(set(kinds)) == 1:
+        return jax.lax.scan(layers[kinds[0]], x_BTD, inputs, unroll=unroll)
+    # Optional: layers that differ.
+    period = len(kinds) if unroll else len(cfg.layer_types)
+    return _scan_periods(layers, x_BTD, inputs, kinds, period)
 
 
 @jax.custom_gradient
@@ -900,8 +958,8 @@ def flops_per_token(cfg, seq_len, keys=None):
 
     # Attention: scores and values, multiply and add; backward is twice forward.
     if keys is None:
-        window = min(cfg.sliding_window or seq_len, seq_len)
-        keys = window * (1 - window / (2 * seq_len))
+        windows = [min(_layer_window(kind, cfg) or seq_len, seq_len) for kind in layer_kinds(cfg)]
+        keys = np.mean([window * (1 - window / (2 * seq_len)) for window in windows])
     attention = 4 * cfg.n_layers * cfg.n_heads * cfg.head_dim * keys
     return matmuls + 3 * attention, "6*P_matmul + 12*L*N*H*mean_keys, causal: T/2 keys"
 
@@ -909,9 +967,9 @@ def flops_per_token(cfg, seq_len, keys=None):
 # ---- optional
 #
 # One section for each optional feature: helpers of several sections, choice of the attention
-# kernel, generation, rotary scaling, dropout, label smoothing, document mask, rematerialization,
-# memory flags, loss in tiles, MLP in tiles, attention by blocks, attention by cuDNN, attention by
-# Pallas, LoRA, experts, Hugging Face.
+# kernel, generation, layers that differ, rotary scaling, dropout, label smoothing, document mask,
+# rematerialization, memory flags, loss in tiles, MLP in tiles, attention by blocks, attention by
+# cuDNN, attention by Pallas, LoRA, experts, Hugging Face.
 
 
 # ---- helpers of several sections
@@ -920,11 +978,19 @@ def flops_per_token(cfg, seq_len, keys=None):
 # with fewer than the low bound is stretched, one with more than the high bound is kept.
 ROPE_LOW_FREQ_FACTOR = 1
 ROPE_HIGH_FREQ_FACTOR = 4
+# Those of YaRN.
+YARN_BETA_FAST = 32
+YARN_BETA_SLOW = 1
 
 
 def _with_optional_rows(table, cfg):
-    """The table with rows of biases, of norms over all heads together, of experts and of LoRA."""
+    """The table with rows of biases, of norms of outputs or over all heads together, of experts and
+    of LoRA.
+    """
     table = dict(table)
+    if cfg.sandwich_norm:
+        for part in ("attn", "mlp"):
+            table[f"layers.{part}_out_norm"] = table[f"layers.{part}_norm"]
     for kind, n_heads in (("q", cfg.n_heads), ("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads)):
         shape = (cfg.n_layers, n_heads * cfg.head_dim)
         if cfg.qkv_bias:
@@ -996,13 +1062,14 @@ def choose_attention(cfg, platform):
     """
     H, T = cfg.head_dim, cfg.seq_len
     one_document = cfg.packing == "stream" and not cfg.document_mask
+    all_slide = all(_layer_window(kind, cfg) for kind in layer_kinds(cfg))
     works = {
         # cuDNN's deterministic gradient raises an IndexError in XLA (jax 0.11.2, H100 and H200).
         "cudnn": (platform == "cuda" and cfg.dtype in ("bfloat16", "float16")
-                  and not cfg.deterministic and H % 8 == 0 and H <= 128
+                  and not cfg.deterministic and H % 8 == 0 and H <= 128 and not cfg.attn_softcap
                   and (one_document or T <= MASK_LEN)),
-        "pallas": (platform == "tpu" and H % 128 == 0 and T % 128 == 0
-                   and (T <= SPLASH_LEN or cfg.sliding_window > 0)),
+        "pallas": (platform == "tpu" and H % 128 == 0 and T % 128 == 0 and not cfg.attn_softcap
+                   and (T <= SPLASH_LEN or all_slide)),
         "xla": True,
     }
     if cfg.attention == "auto":
@@ -1010,8 +1077,8 @@ def choose_attention(cfg, platform):
         return usable[0]
     if not works[cfg.attention]:
         raise ValueError(f"attention {cfg.attention}: cannot run on this device ({platform}), or "
-                         f"not with dtype {cfg.dtype}, head_dim {H}, seq_len {T}, packed rows or "
-                         "deterministic as they are; choose xla or auto")
+                         f"not with dtype {cfg.dtype}, head_dim {H}, seq_len {T}, packed rows, "
+                         "attn_softcap or deterministic as they are; choose xla or auto")
     return cfg.attention
 
 
@@ -1054,11 +1121,10 @@ def prefill(params, batch, lengths_B, cache, cfg):
     the first lengths_B tokens of each row, cache). Each token also sees the tokens in the cache.
     """
     params = _cast_params(params, cfg)
-    attn_inputs = _attention_inputs(batch, cfg)
-    positions_BT = attn_inputs["positions"]
 
-    def layer(x_BTD, weights_and_cache):
+    def layer(x_BTD, weights_and_cache, attn_inputs):
         w, old_cache = weights_and_cache
+        positions_BT = attn_inputs["positions"]
         new_cache = {}
 
         def attend(q_BNTH, k_BKTH, v_BKTH):
@@ -1072,8 +1138,10 @@ def prefill(params, batch, lengths_B, cache, cfg):
         x_BTD, _ = _block(x_BTD, w, attend, attn_inputs, cfg, decoding=True)
         return x_BTD, new_cache
 
-    x_BTD = _embed(params["embed"], batch["tokens"])
-    x_BTD, cache = _scan_layers(layer, x_BTD, (_layer_weights(params), cache), cfg)
+    layers = {kind: partial(layer, attn_inputs=attn_inputs)
+              for kind, attn_inputs in _attention_inputs(batch, cfg).items()}
+    x_BTD = _embed(params["embed"], batch["tokens"], cfg)
+    x_BTD, cache = _scan_layers(layers, x_BTD, (_layer_weights(params), cache), cfg)
     x_BTD, unembed_DV = _head_inputs(x_BTD, params, cfg)
     x_B1D = jnp.take_along_axis(x_BTD, lengths_B[:, None, None] - 1, axis=1)
     return _logits(x_B1D, unembed_DV, cfg)[:, 0], cache
@@ -1167,18 +1235,71 @@ def check_tokens(tokens):
                          "dtype; take another checkpoint, or --dtype float32")
 
 
+# ---- layers that differ
+
+def _scan_periods(layers, x_BTD, inputs, kinds, period):
+    """_scan_layers of layers whose kinds repeat after `period` layers: a scan over periods, then
+    the layers of the last, incomplete one.
+    """
+    def run(x_BTD, inputs, kinds):
+        # By split, whose gradient is one concatenation; that of an index is a sum over layers.
+        leaves, tree = jax.tree.flatten(inputs)
+        parts = [[x.squeeze(0) for x in jnp.split(leaf, len(kinds))] for leaf in leaves]
+        results = []
+        for kind, *layer_leaves in zip(kinds, *parts):
+            x_BTD, result = layers[kind](x_BTD, tree.unflatten(layer_leaves))
+            results.append(result)
+        return x_BTD, jax.tree.map(lambda *parts: jnp.stack(parts), *results)
+
+    n_periods, n_rest = divmod(len(kinds), period)
+    n = n_periods * period
+    whole = jax.tree.map(lambda x: x[:n].reshape(n_periods, period, *x.shape[1:]), inputs)
+    x_BTD, results = jax.lax.scan(
+        lambda x_BTD, group: run(x_BTD, group, kinds[:period]), x_BTD, whole, unroll=n_periods == 1)
+    results = jax.tree.map(lambda x: x.reshape(n, *x.shape[2:]), results)
+    if n_rest:
+        rest = jax.tree.map(lambda x: x[n:], inputs)
+        x_BTD, rest_results = run(x_BTD, rest, kinds[n:])
+        results = jax.tree.map(lambda *parts: jnp.concatenate(parts), results, rest_results)
+    return x_BTD, results
+
+
 # ---- rotary scaling
 
 def _stretch_rope(freq, cfg):
-    """Stretch rotary frequencies as Llama 3.1 does.
+    """(rotary frequencies divided by rope_factor, all or some; factor of cos and sin).
 
-    Wavelengths longer than the original length are multiplied by rope_factor, those shorter than a
-    quarter of it are kept, those between are interpolated.
+    Sources: for "yarn" Peng et al. 2023, arXiv:2309.00071, section 3, with its bounds of 32 and 1
+    periods within the original length rounded outwards to dims.
     """
-    low, high = ROPE_LOW_FREQ_FACTOR, ROPE_HIGH_FREQ_FACTOR
+    if cfg.rope_scaling == "linear":
+        return freq / cfg.rope_factor, 1.0
     n_periods = cfg.rope_original_len * freq / (2 * jnp.pi)
-    keep = jnp.clip((n_periods - low) / (high - low), 0, 1)
-    return keep * freq + (1 - keep) * freq / cfg.rope_factor
+    if cfg.rope_scaling == "llama3":
+        # Wavelengths longer than the original length are stretched, those shorter than a quarter of
+        # it are kept, those between are interpolated.
+        low, high = ROPE_LOW_FREQ_FACTOR, ROPE_HIGH_FREQ_FACTOR
+        keep = jnp.clip((n_periods - low) / (high - low), 0, 1)
+        attn_factor = 1.0
+    else:
+        # In the order of dims: those before `first` are kept, those after `last` are stretched.
+        def dim_with(n_periods):
+            wavelength = cfg.rope_original_len / n_periods
+            return cfg.head_dim / 2 * log(wavelength / (2 * pi)) / log(cfg.rope_theta)
+
+        first = max(floor(dim_with(YARN_BETA_FAST)), 0)
+        last = min(ceil(dim_with(YARN_BETA_SLOW)), cfg.head_dim - 1)
+        stretch = (jnp.arange(cfg.head_dim // 2) - first) / max(last - first, 0.001)
+        keep = 1 - jnp.clip(stretch, 0, 1)
+        attn_factor = cfg.rope_attn_factor or 0.1 * log(cfg.rope_factor) + 1
+    return keep * freq + (1 - keep) * freq / cfg.rope_factor, attn_factor
+
+
+def _scale_by_position(q_BNTH, positions_BT, cfg):
+    """Queries beyond the original length times 1 + beta * ln(1 + how many times it is behind)."""
+    n_lengths_BT = positions_BT // cfg.rope_original_len
+    scale_BT = 1 + cfg.rope_query_beta * jnp.log(1 + n_lengths_BT.astype(jnp.float32))
+    return (q_BNTH * scale_BT[:, None, :, None]).astype(q_BNTH.dtype)
 
 
 # ---- dropout
@@ -1232,9 +1353,12 @@ def _add_document_sums(sums, counts, batch, cfg):
     """(sums, counts) with those over all positions: "padding", 1 for a position without a token,
     and "attended_keys", how many keys a query sees.
     """
-    window = cfg.sliding_window or cfg.seq_len
     used_BT = batch["segments"] > 0
-    n_keys_BT = jnp.minimum(batch["positions"] + 1, window)
+    n_keys_BT = jnp.zeros(used_BT.shape)
+    for kind, n_layers in Counter(layer_kinds(cfg)).items():
+        window = _layer_window(kind, cfg) or cfg.seq_len
+        n_keys_BT += n_layers * jnp.minimum(batch["positions"] + 1, window)
+    n_keys_BT /= cfg.n_layers
     document_sums = {"padding": (~used_BT).sum(dtype=jnp.float32),
                      "attended_keys": jnp.where(used_BT, n_keys_BT, 0).sum(dtype=jnp.float32)}
     n_positions = jnp.float32(used_BT.size)
@@ -1427,7 +1551,7 @@ def _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
         ids_Bnt = None
         if segments is not None:
             ids_Bnt = split(segments[..., None])[..., 0]
-        attention = jax.custom_gradient(partial(_blockwise, window=window))
+        attention = jax.custom_gradient(partial(_blockwise, window=window, cap=cfg.attn_softcap))
         a_BKGntH = attention(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt)
         return a_BKGntH.reshape(*q.shape[:2], n * t, H)[:, :, :T].astype(q_BNTH.dtype)
 
@@ -1438,7 +1562,7 @@ _part = partial(jax.lax.dynamic_index_in_dim, axis=-3, keepdims=False)
 _put_part = partial(jax.lax.dynamic_update_index_in_dim, axis=-3)
 
 
-def _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt, window):
+def _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt, window, cap):
     """Run totals = add_block(totals, i, j, scores_BKGts) for query part i and key part j of each
     block in which a query may see a key. ids: the segments.
 
@@ -1465,13 +1589,14 @@ def _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt, window):
         if ids_Bnt is not None:
             mask = mask & _same_segment(ids_Bnt[:, i], ids_Bnt[:, j])
         scores_BKGts = _einsum("BKGtH,BKsH->BKGts", _part(q_BKGntH, i), _part(k_BKntH, j))
+        scores_BKGts = _soft_cap(scores_BKGts, cap)
         scores_BKGts = jnp.where(mask[:, None, None], scores_BKGts, -jnp.inf)
         return add_block(totals, i, j, scores_BKGts)
 
     return jax.lax.fori_loop(0, meet.sum(), visit, totals)
 
 
-def _blockwise(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window):
+def _blockwise(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window, cap):
     """Attention of scaled queries in n parts of t, and its gradient function.
 
     Both hold the scores of one block at a time; the gradient computes them again.
@@ -1493,7 +1618,7 @@ def _blockwise(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window):
 
     zeros_BKGnt1 = jnp.zeros((*q_BKGntH.shape[:-1], 1))
     totals = {"a": jnp.zeros(q_BKGntH.shape), "sum": zeros_BKGnt1, "max": zeros_BKGnt1 - jnp.inf}
-    totals = _over_blocks(add_forward, totals, q_BKGntH, k_BKntH, ids_Bnt, window)
+    totals = _over_blocks(add_forward, totals, q_BKGntH, k_BKntH, ids_Bnt, window, cap)
     a_BKGntH = (totals["a"] / totals["sum"]).astype(q_BKGntH.dtype)
     a_BKGntH = checkpoint_name(a_BKGntH, "attention")
     lse_BKGnt1 = checkpoint_name(totals["max"] + jnp.log(totals["sum"]), "attention")
@@ -1506,7 +1631,10 @@ def _blockwise(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window):
             da_BKGtH = _part(da_BKGntH, i)
             p_BKGts = jnp.exp(scores_BKGts - _part(lse_BKGnt1, i))
             dp_BKGts = _einsum("BKGtH,BKsH->BKGts", da_BKGtH, _part(v_BKntH, j))
-            ds_BKGts = (p_BKGts * (dp_BKGts - _part(delta_BKGnt1, i))).astype(q_BKGntH.dtype)
+            ds_BKGts = p_BKGts * (dp_BKGts - _part(delta_BKGnt1, i))
+            if cap:  # the derivative of tanh, from its value; masked scores are -inf
+                ds_BKGts *= 1 - jnp.square(jnp.maximum(scores_BKGts / cap, -1))
+            ds_BKGts = ds_BKGts.astype(q_BKGntH.dtype)
             dq_BKGtH = _einsum("BKGts,BKsH->BKGtH", ds_BKGts, _part(k_BKntH, j))
             # dk and dv transposed, or XLA on a CPU would transpose ds and p in every block.
             dk_BKHs = _einsum("BKGtH,BKGts->BKHs", q_BKGtH, ds_BKGts)
@@ -1517,7 +1645,7 @@ def _blockwise(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window):
 
         zeros_BKnHt = jnp.zeros(k_BKntH.swapaxes(3, 4).shape)
         totals = {"dq": jnp.zeros(q_BKGntH.shape), "dk": zeros_BKnHt, "dv": zeros_BKnHt}
-        totals = _over_blocks(add_backward, totals, q_BKGntH, k_BKntH, ids_Bnt, window)
+        totals = _over_blocks(add_backward, totals, q_BKGntH, k_BKntH, ids_Bnt, window, cap)
         dq_BKGntH = totals["dq"].astype(q_BKGntH.dtype)
         dk_BKntH = totals["dk"].swapaxes(3, 4).astype(k_BKntH.dtype)
         dv_BKntH = totals["dv"].swapaxes(3, 4).astype(v_BKntH.dtype)
@@ -1770,11 +1898,20 @@ HF_NAMES = {
 }
 
 # Other names, by model_type.
+OLMO_NAMES = {
+    "layers.attn_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.mlp_norm": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+GEMMA_NAMES = {
+    "layers.attn_out_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight",
+    "layers.mlp_out_norm": "model.layers.{}.post_feedforward_layernorm.weight",
+}
 HF_FAMILY_NAMES = {
-    "olmo2": {
-        "layers.attn_norm": "model.layers.{}.post_attention_layernorm.weight",
-        "layers.mlp_norm": "model.layers.{}.post_feedforward_layernorm.weight",
-    },
+    "olmo2": OLMO_NAMES,
+    "olmo3": OLMO_NAMES,
+    "gemma2": GEMMA_NAMES,
+    "gemma3_text": GEMMA_NAMES,
     "mixtral": {
         "layers.w_router": "model.layers.{}.block_sparse_moe.gate.weight",
         "layers.w_gate": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
@@ -1817,29 +1954,81 @@ HF_FIELDS = {
     "sliding_window": "sliding_window",
 }
 
+# Those of options of HF_FAMILIES.
+HF_OPTION_FIELDS = {
+    "attn_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
+    "rope_query_beta": "llama_4_scaling_beta",
+}
+
 # More of them in models with experts. Mixtral calls the first num_local_experts.
 HF_EXPERT_FIELDS = {"n_experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 
-# Which fields of the form each model_type has. Of several with the same form, an export is of the
-# first, or with a sliding window of the last.
-HF_FORM = ("qkv_bias", "qk_norm", "post_norm", "n_experts")
+# Which fields of the form each model_type has, and what else it may have: "mixed" layers of several
+# kinds, layers without positions ("nope"), or a field. Of several that fit, an export is of the
+# first.
+HF_FORM = ("qkv_bias", "qk_norm", "post_norm", "sandwich_norm", "geglu", "scale_embed", "n_experts")
+GEMMA_FORM = {"sandwich_norm", "geglu", "scale_embed"}
 HF_FAMILIES = {
-    "llama": set(),
-    "phi3": set(),
-    "mistral": set(),
-    "qwen2": {"qkv_bias"},
-    "qwen3": {"qk_norm"},
-    "olmo2": {"qk_norm", "post_norm"},
-    "mixtral": {"n_experts"},
-    "qwen3_moe": {"n_experts", "qk_norm"},
+    "llama": (set(), set()),
+    "mistral": (set(), {"sliding_window"}),
+    "ministral": (set(), {"sliding_window", "mixed"}),
+    "ministral3": (set(), {"sliding_window", "rope_query_beta"}),
+    "smollm3": (set(), {"mixed", "nope"}),
+    "phi3": (set(), {"sliding_window"}),
+    "qwen2": ({"qkv_bias"}, {"sliding_window", "mixed"}),
+    "qwen3": ({"qk_norm"}, {"sliding_window", "mixed"}),
+    "olmo2": ({"qk_norm", "post_norm"}, set()),
+    "olmo3": ({"qk_norm", "post_norm"}, {"sliding_window", "mixed", "rope_local_theta"}),
+    "gemma2": (GEMMA_FORM, {"sliding_window", "mixed", "attn_softcap", "logit_softcap"}),
+    "gemma3_text": (GEMMA_FORM | {"qk_norm"},
+                    {"sliding_window", "mixed", "rope_local_theta", "logit_softcap"}),
+    "mixtral": ({"n_experts"}, {"sliding_window"}),
+    "qwen3_moe": ({"n_experts", "qk_norm"}, {"sliding_window"}),
 }
+GEMMAS = ("gemma2", "gemma3_text")
+HF_CLASSES = {"smollm3": "SmolLM3", "gemma3_text": "Gemma3"}  # where not the model_type in capitals
 
-HF_WINDOWLESS = ("llama", "olmo2")  # these ignore sliding_window
+# model_types whose forward pass is that of another one, perhaps with other weights: see from_hf.
+HF_SAME = {"seed_oss": "qwen2", "iquestcoder": "llama", "internlm3": "llama", "granite": "llama",
+           "ernie4_5": "llama"}
+
+# What other model_types have that this model lacks.
+HF_LACKING = {
+    "gpt_oss": "attention sinks",
+    "deepseek_v3": "latent attention (MLA)",
+    "kimi_k25": "latent attention (MLA)",
+    "llama4": "attention in chunks",
+    "qwen3_next": "linear attention (Gated DeltaNet)",
+    "qwen3_5": "linear attention (Gated DeltaNet)",
+    "gemma4": "layers that share keys and values",
+    "glm4_moe": "experts that all tokens share",
+}
 
 # Values that transformers takes for entries that a config.json lacks, and others of a model_type.
 HF_DEFAULTS = {"tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None,
                "rms_norm_eps": 1e-6, "rope_theta": 1e4, "sliding_window": None}
+GEMMA_DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+                  "sliding_window": 4096,
+                  "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
 HF_FAMILY_DEFAULTS = {
+    "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "ministral3": {
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1}},
+    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+    "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+    "gemma2": GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+                                "vocab_size": 256000},
+    "gemma3_text": GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4,
+                                     "vocab_size": 262208},
+    "seed_oss": {"num_key_value_heads": 8, "head_dim": 128},
+    "iquestcoder": {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+    "internlm3": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
+    "ernie4_5": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
+                 "rope_theta": 5e5, "tie_word_embeddings": True},
     "phi3": {"rms_norm_eps": 1e-5},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
@@ -1851,102 +2040,178 @@ HF_FAMILY_DEFAULTS = {
                   "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
 }
 
-# Values in config.json or its rope_parameters that can be expressed; null always can. Biases and
-# layers without experts need no entry: their tensors are unknown or missing.
+# Values in config.json or its rope_parameters that can be expressed; null always can.
 HF_LEGAL = {
     "is_causal": (True,),
     "hidden_act": ("silu", "swish"),
-    "rope_type": ("default", "llama3"),
+    "use_bidirectional_attention": (False,),
+    "attention_bias": (False,),
+    "attention_out_bias": (False,),
+    "mlp_bias": (False,),
+    "use_bias": (False,),
+    "clip_qkv": (),
+    "rope_type": ("default", "llama3", "yarn", "linear"),
     "low_freq_factor": (ROPE_LOW_FREQ_FACTOR,),
     "high_freq_factor": (ROPE_HIGH_FREQ_FACTOR,),
+    "beta_fast": (YARN_BETA_FAST,),
+    "beta_slow": (YARN_BETA_SLOW,),
+    "truncate": (True,),
     "partial_rotary_factor": (1,),
     "norm_topk_prob": (True,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
     "quantization_config": (),
+}
+GEMMA_LEGAL = {"hidden_act": None, "hidden_activation": ("gelu_pytorch_tanh",)}  # None: any
+HF_FAMILY_LEGAL = {
+    "gemma2": GEMMA_LEGAL,
+    "gemma3_text": GEMMA_LEGAL,
+    "smollm3": {"use_sliding_window": (False,)},
+    "seed_oss": {"attention_bias": (True, False)},  # of queries, keys and values
 }
 
 
 def hf_fields(hf):
     """The fields of Config that describe a model, from its config.json as a dict, in the form of
-    transformers 4 or 5.
+    transformers 4 or 5. Of a model of text and vision they are those of its text part.
 
     Raises ValueError that lists what this model cannot express, and what is missing.
     """
-    family = hf.get("model_type")
+    hf = hf_text_part(hf)
+    model_type = hf.get("model_type")
+    family = HF_SAME.get(model_type, model_type)
     if family not in HF_FAMILIES:
-        raise ValueError(f"config.json: model_type {family!r}: must be {', '.join(HF_FAMILIES)}")
-    form = HF_FAMILIES[family]
+        lacking = HF_LACKING.get(model_type)
+        why = f"has {lacking}, which this model lacks; " if lacking else ""
+        raise ValueError(f"config.json: model_type {model_type!r}: {why}must be "
+                         + ", ".join([*HF_FAMILIES, *HF_SAME]))
+    if model_type == "seed_oss" and not hf.get("attention_bias", True):
+        family = "llama"
+    form, options = HF_FAMILIES[family]
     names = HF_FIELDS
     if "n_experts" in form:
         names = names | HF_EXPERT_FIELDS
     if "num_local_experts" in hf:
         hf = {"num_experts": hf["num_local_experts"]} | hf
-    hf = HF_DEFAULTS | HF_FAMILY_DEFAULTS.get(family, {}) | hf
-    # rope_scaling (transformers 4) or rope_parameters (5): its entries count as entries of hf.
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    hf = HF_DEFAULTS | HF_FAMILY_DEFAULTS.get(model_type, {}) | hf
+    # rope_parameters (transformers 5), perhaps one for each kind of layer, or rope_scaling (4): its
+    # entries count as entries of hf.
+    rope = hf.get("rope_parameters") or {}
+    local_rope = rope.get("sliding_attention") or {}
+    rope = (rope.get("full_attention") or rope) | (hf.get("rope_scaling") or {})
     hf |= {"rope_type": rope.get("type", "default")} | rope
 
     errors = []
-    for name, legal in HF_LEGAL.items():
+    for name, legal in (HF_LEGAL | HF_FAMILY_LEGAL.get(model_type, {})).items():
         value = hf.get(name)
-        if value is not None and value not in legal:
+        if value is not None and legal is not None and value not in legal:
             errors.append(f"{name} {value!r}: must be one of {[*legal, None]}")
+    errors += [f"{hf_name} {hf[hf_name]!r}: must be null" for name, hf_name
+               in HF_OPTION_FIELDS.items() if hf.get(hf_name) and name not in options]
+    if local_rope.get("rope_type", "default") != "default":
+        errors.append(f"rope_parameters of sliding_attention {local_rope!r}: must have the "
+                      "rope_type 'default'")
     needed = list(names.values())
-    if hf["rope_type"] == "llama3":
-        needed += ["factor", "original_max_position_embeddings"]
+    if hf["rope_type"] != "default":
+        needed.append("factor")
+    if hf["rope_type"] in ("llama3", "yarn"):
+        needed.append("original_max_position_embeddings")
     errors += [f"{name}: is missing" for name in needed if name not in hf]
     if errors:
         raise ValueError("\n  ".join(["config.json: this model cannot express", *errors]))
 
     fields = {name: name in form for name in HF_FORM} | {"n_experts": 0, "rope_factor": 1.0}
     fields |= {name: hf[hf_name] for name, hf_name in names.items()}
-    fields["sliding_window"] = _hf_window(hf)
+    fields |= _hf_layers(hf, family)
     fields["rope_theta"] = float(hf["rope_theta"])
+    for name, hf_name in HF_OPTION_FIELDS.items():
+        if name in options:
+            fields[name] = float(hf.get(hf_name) or 0)
+    if "rope_local_theta" in options and fields["sliding_window"]:
+        theta = hf.get("rope_local_base_freq", hf["rope_theta"])
+        fields["rope_local_theta"] = float(local_rope.get("rope_theta", theta))
     fields["n_kv_heads"] = fields["n_kv_heads"] or fields["n_heads"]
     fields["head_dim"] = fields["head_dim"] or fields["d_model"] // fields["n_heads"]
-    if hf["rope_type"] == "llama3" and hf["factor"] != 1:
+    if hf["rope_type"] != "default" and hf["factor"] != 1:
         fields["rope_factor"] = float(hf["factor"])
-        fields["rope_original_len"] = hf["original_max_position_embeddings"]
+        fields["rope_scaling"] = hf["rope_type"]
+        if hf["rope_type"] != "linear":
+            fields["rope_original_len"] = hf["original_max_position_embeddings"]
+        if hf["rope_type"] == "yarn":
+            fields["rope_attn_factor"] = _hf_attn_factor(hf)
     if "n_experts" in form:
         fields["capacity_factor"] = 0.0
         fields["d_ff"] = hf.get("moe_intermediate_size") or fields["d_ff"]
     return fields
 
 
-def _hf_window(hf):
-    """The sliding window of all layers; 0: none. Raises ValueError where layers may differ."""
-    family = hf["model_type"]
+def hf_text_part(hf):
+    """The config.json of the text part of a model of text and vision, or hf itself."""
+    if "text_config" not in hf:
+        return hf
+    return {name: hf[name] for name in ("tie_word_embeddings",) if name in hf} | hf["text_config"]
+
+
+def _hf_layers(hf, family):
+    """The fields sliding_window and layer_types."""
+    _, options = HF_FAMILIES[family]
+    n_layers = hf["num_hidden_layers"]
+    window = hf["sliding_window"] or 0
     # Qwen has a window only if use_sliding_window says so.
     is_off = family.startswith("qwen") and not hf.get("use_sliding_window")
-    if family in HF_WINDOWLESS or is_off:
-        return 0
-    window = hf["sliding_window"] or 0
-    if family not in ("mistral", "qwen2", "qwen3"):  # the others ignore layer_types
-        return window
-    # Qwen2 and Qwen3 slide from the layer max_window_layers on, the others in all layers.
-    n_layers = hf["num_hidden_layers"]
-    n_full = min(hf.get("max_window_layers", 28), n_layers) if family != "mistral" else 0
-    layer_types = hf.get("layer_types") or ["full"] * n_full + ["sliding"] * (n_layers - n_full)
-    windows = {0 if kind.startswith("full") else window for kind in layer_types}
-    if len(windows) > 1:
-        raise ValueError(f"config.json: sliding_window {window}: must apply to all layers; "
-                         "see use_sliding_window, layer_types and max_window_layers")
-    return windows.pop()
+    if is_off or "sliding_window" not in options:
+        window = 0
+    # Which layers slide, by a list of all layers, or by the family's rule.
+    n_full = hf.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
+    full_every = {"gemma2": 2, "olmo3": 4, "gemma3_text": hf.get("sliding_window_pattern", 6)}
+    kinds = []
+    for i in range(n_layers):
+        is_full = i < n_full or (family in full_every and (i + 1) % full_every[family] == 0)
+        if "mixed" in options and hf.get("layer_types"):
+            kind = hf["layer_types"][i]
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ValueError(f"config.json: layer_types {kind!r}: must be full_attention or "
+                                 "sliding_attention")
+            is_full = kind == "full_attention"
+        kinds.append("full" if is_full or not window else "sliding")
+    if "nope" in options:
+        interval = hf.get("no_rope_layer_interval", 4)
+        rotates = hf.get("no_rope_layers") or [(i + 1) % interval for i in range(n_layers)]
+        kinds = [kind if on else f"{kind}_nope" for kind, on in zip(kinds, rotates, strict=True)]
+    # The shortest period; none where all layers are alike.
+    n = next(n for n in range(1, n_layers + 1) if kinds == (kinds[:n] * n_layers)[:n_layers])
+    period = () if kinds[:n] in (["full"], ["sliding"]) else tuple(kinds[:n])
+    return {"sliding_window": window if "sliding" in kinds else 0, "layer_types": period}
+
+
+def _hf_attn_factor(hf):
+    """The factor of cos and sin under yarn; 0 for the usual one."""
+    given = hf.get("attention_factor")
+    if given is None and hf.get("mscale") and hf.get("mscale_all_dim"):
+        slope = 0.1 * log(hf["factor"])
+        given = (slope * hf["mscale"] + 1) / (slope * hf["mscale_all_dim"] + 1)
+    return float(given or 0)
 
 
 def _hf_family(cfg):
     """The model_type whose forward pass is that of cfg."""
     form = {name for name in HF_FORM if getattr(cfg, name)}
-    families = [name for name in HF_FAMILIES if HF_FAMILIES[name] == form]
+    used = {name for name in (*HF_OPTION_FIELDS, "sliding_window", "rope_local_theta")
+            if getattr(cfg, name)}
+    kinds = set(layer_kinds(cfg))
+    if len(kinds) > 1:
+        used.add("mixed")
+    if any(kind.endswith("_nope") for kind in kinds):
+        used.add("nope")
+    families = [family for family, (its_form, options) in HF_FAMILIES.items()
+                if form == its_form and used <= options]
+    # Llama comes before Mistral, and needs heads that divide d_model.
+    if families[:1] == ["llama"] and cfg.d_model % cfg.n_heads:
+        families = families[1:]
     if not families:
-        raise ValueError(f"no model of Hugging Face has {' with '.join(sorted(form))}: change one "
-                         "of them")
-    # Llama comes before Mistral: it has no window, and needs heads that divide d_model.
-    family = families[0]
-    if cfg.sliding_window or cfg.d_model % cfg.n_heads:
-        family = families[-1]
-    if cfg.sliding_window and family in HF_WINDOWLESS:
-        raise ValueError(f"{family} of Hugging Face has no sliding_window")
-    return family
+        raise ValueError("no model of Hugging Face has "
+                         f"{' with '.join(sorted(form | used))}: change one of them")
+    return families[0]
 
 
 def hf_config(cfg):
@@ -1957,13 +2222,15 @@ def hf_config(cfg):
     Raises ValueError when no model of Hugging Face has this combination of fields.
     """
     family = _hf_family(cfg)
+    _, options = HF_FAMILIES[family]
     window = cfg.sliding_window or None
+    kinds = layer_kinds(cfg)
     hf = {hf_name: getattr(cfg, name) for name, hf_name in HF_FIELDS.items()}
     if cfg.n_experts:
         hf |= {hf_name: getattr(cfg, name) for name, hf_name in HF_EXPERT_FIELDS.items()}
         hf |= {"num_local_experts": cfg.n_experts, "moe_intermediate_size": cfg.d_ff}
     hf |= {
-        "architectures": [f"{family.title().replace('_', '')}ForCausalLM"],
+        "architectures": [HF_CLASSES.get(family, family.title().replace("_", "")) + "ForCausalLM"],
         "model_type": family,
         "hidden_act": "silu",
         "norm_topk_prob": True,
@@ -1971,22 +2238,99 @@ def hf_config(cfg):
         "use_sliding_window": bool(window),
         "max_window_layers": 0 if window else cfg.n_layers,
         "max_position_embeddings": cfg.seq_len,
-        "rope_scaling": None,
+        "rope_scaling": _hf_rope_scaling(cfg),
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if cfg.rope_factor != 1:
+    if cfg.rope_factor != 1 and cfg.rope_scaling != "linear":
         stretched_len = int(cfg.rope_original_len * cfg.rope_factor)
         hf["max_position_embeddings"] = max(cfg.seq_len, stretched_len)
-        hf["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": cfg.rope_factor,
-            "low_freq_factor": float(ROPE_LOW_FREQ_FACTOR),
-            "high_freq_factor": float(ROPE_HIGH_FREQ_FACTOR),
-            "original_max_position_embeddings": cfg.rope_original_len,
+    if "mixed" in options:
+        hf["layer_types"] = [kind.replace("_nope", "") + "_attention" for kind in kinds]
+    if "nope" in options:
+        hf["no_rope_layers"] = [int(not kind.endswith("_nope")) for kind in kinds]
+    if family in GEMMAS:
+        del hf["hidden_act"]
+        hf |= {
+            "sliding_window": window or 4096,  # needed even if layer_types has none that slides
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": cfg.head_dim,
+            "attn_logit_softcapping": cfg.attn_softcap or None,
+            "final_logit_softcapping": cfg.logit_softcap or None,
+        }
+    if "rope_local_theta" in options:
+        if window and cfg.rope_factor != 1 and not cfg.rope_local_theta:
+            raise ValueError(f"{family} of Hugging Face scales no layer with a window: set "
+                             "rope_local_theta")
+        local_theta = cfg.rope_local_theta or cfg.rope_theta
+        full_rope = hf["rope_scaling"] or {"rope_type": "default"}
+        hf["rope_local_base_freq"] = local_theta
+        hf["rope_parameters"] = {
+            "full_attention": full_rope | {"rope_theta": cfg.rope_theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
         }
     return hf
+
+
+def _hf_rope_scaling(cfg):
+    """The entry rope_scaling of a config.json, or None."""
+    if cfg.rope_factor == 1 and not cfg.rope_query_beta:
+        return None
+    rope = {"rope_type": cfg.rope_scaling, "factor": cfg.rope_factor}
+    if cfg.rope_scaling != "linear":
+        rope["original_max_position_embeddings"] = cfg.rope_original_len
+    if cfg.rope_scaling == "llama3":
+        rope["low_freq_factor"] = float(ROPE_LOW_FREQ_FACTOR)
+        rope["high_freq_factor"] = float(ROPE_HIGH_FREQ_FACTOR)
+    if cfg.rope_scaling == "yarn" and cfg.rope_attn_factor:
+        rope["attention_factor"] = cfg.rope_attn_factor
+    if cfg.rope_query_beta:
+        rope["llama_4_scaling_beta"] = cfg.rope_query_beta
+    return rope
+
+
+def from_hf(params, hf, cfg):
+    """params as they stand in the files of a model with this config.json, in the form of this
+    model: factors of Granite and Gemma are folded into weights.
+    """
+    hf = hf_text_part(hf)
+    model_type = hf["model_type"]
+    factors = {}
+    if model_type in GEMMAS:
+        params = shift_gains(params, 1)
+        scale = hf.get("query_pre_attn_scalar", 256)  # in this model it is head_dim
+        factors["layers.q_norm" if cfg.qk_norm else "layers.wq"] = (cfg.head_dim / scale) ** 0.5
+    if model_type == "granite":
+        of_embed = hf.get("embedding_multiplier", 1)
+        of_residual = hf.get("residual_multiplier", 1)
+        of_logits = hf.get("logits_scaling", 1)
+        factors = {
+            "embed": of_embed,
+            "layers.wq": hf.get("attention_multiplier", 1) * cfg.head_dim**0.5,
+            "layers.wo": of_residual,
+            "layers.w_down": of_residual,
+            "final_norm": 1 / (of_logits * of_embed if cfg.tie_embeddings else of_logits),
+        }
+    changed = {name: (factor * params[name].astype(np.float32)).astype(params[name].dtype)
+               for name, factor in factors.items() if factor != 1}
+    if model_type == "ernie4_5":
+        # It rotates pairs of neighbours, this model the halves of a head.
+        for name in ("layers.wq", "layers.wk"):
+            pairs = params[name].reshape(*params[name].shape[:-1], -1, cfg.head_dim // 2, 2)
+            changed[name] = pairs.swapaxes(-1, -2).reshape(params[name].shape)
+    return params | changed
+
+
+def to_hf(params, cfg):
+    """The reverse of from_hf, for the family that an export of cfg has."""
+    return shift_gains(params, -1) if _hf_family(cfg) in GEMMAS else params
+
+
+def shift_gains(params, shift):
+    """params with shift added to the gains of all norms: Gemma multiplies by 1 + w."""
+    return params | {name: (x.astype(np.float32) + shift).astype(x.dtype)
+                     for name, x in params.items() if name.endswith("_norm")}
 
 
 def hf_pieces(cfg):
@@ -2010,15 +2354,21 @@ def hf_pieces(cfg):
     return pieces
 
 
-# The numbers of hf_probe without and with a sliding window, computed by transformers.
+# The numbers of hf_probe, {model_type: {its kinds of layers: number}}, computed by transformers.
 HF_PROBES = {
-    "llama": (272.286,),
-    "mistral": (272.286, 222.085),
-    "qwen2": (120.216, 104.265),
-    "qwen3": (75.0455, 7.68310),
-    "olmo2": (-13.7322,),
-    "mixtral": (334.614, 359.191),
-    "qwen3_moe": (185.101, 180.176),
+    "llama": {"full": 272.286},
+    "mistral": {"full": 272.286, "sliding": 222.085},
+    "ministral": {"full sliding": 335.558},
+    "ministral3": {"full": 272.286, "sliding": 222.085},
+    "smollm3": {"full_nope": 274.759, "full full_nope": 267.923},
+    "qwen2": {"full": 120.216, "sliding": 104.265, "full sliding": 116.957},
+    "qwen3": {"full": 75.0455, "sliding": 7.68310, "full sliding": 114.967},
+    "olmo2": {"full": -13.7322},
+    "olmo3": {"sliding": 3.07072, "full sliding": 33.3481},
+    "gemma2": {"full": 180.171, "sliding": 160.469, "full sliding": 168.608},
+    "gemma3_text": {"full": 158.774, "sliding": 183.845, "full sliding": 165.608},
+    "mixtral": {"full": 334.614, "sliding": 359.191},
+    "qwen3_moe": {"full": 185.101, "sliding": 180.176},
 }
 
 
@@ -2037,10 +2387,15 @@ def probe_models(cfg):
     that a fork has added. The first has tied embeddings, the second stretched rotary wavelengths.
     """
     models = []
+    kinds = sorted(set(layer_kinds(cfg)))
+    _, options = HF_FAMILIES[_hf_family(cfg)]
+    has_local_rope = "rope_local_theta" in options and cfg.sliding_window
     for is_second in (False, True):
         tiny = dataclasses.replace(
             cfg, **HF_TINY, n_experts=4 * bool(cfg.n_experts), tie_embeddings=not is_second,
-            sliding_window=3 * bool(cfg.sliding_window), rope_factor=8.0 if is_second else 1.0)
+            sliding_window=3 * bool(cfg.sliding_window), rope_factor=8.0 if is_second else 1.0,
+            layer_types=tuple(kinds), rope_local_theta=50.0 if has_local_rope else 0.0,
+            **{name: size * (name in options) for name, size in HF_TINY_OPTIONS.items()})
         params = {}
         for name, row in param_table(tiny).items():
             angles = np.arange(prod(row["shape"])) + zlib.crc32(name.encode()) % 1000
@@ -2053,9 +2408,13 @@ def probe_models(cfg):
 # Fields of the tiny models: all that their numbers depend on, but for the form.
 HF_TINY = {"d_model": 16, "n_layers": 4, "d_ff": 24, "vocab_size": 32, "n_heads": 4,
            "n_kv_heads": 2, "head_dim": 8, "rope_theta": 100.0, "rope_original_len": 16,
+           "rope_scaling": "llama3",
            "norm_eps": 0.1, "experts_per_token": 2, "capacity_factor": 0.0, "lora_rank": 0,
            "dtype": "float32", "param_dtype": "float32", "attention": "xla", "remat": "none",
            "mlp_tiles": 1}
+
+
+HF_TINY_OPTIONS = {"attn_softcap": 3.0, "logit_softcap": 20.0, "rope_query_beta": 0.5}
 
 
 def check_hf_forward(cfg):
@@ -2063,7 +2422,8 @@ def check_hf_forward(cfg):
     forward pass was changed.
     """
     family = _hf_family(cfg)
-    found, expected = hf_probe(cfg), HF_PROBES[family][bool(cfg.sliding_window)]
+    kinds = " ".join(sorted(set(layer_kinds(cfg))))
+    found, expected = hf_probe(cfg), HF_PROBES[family][kinds]
     if abs(found - expected) > 3e-4 * abs(expected):
         raise ValueError(f"export: the forward pass is not that of {family} in transformers: tiny "
                          f"models give {found:.6g} in place of {expected:.6g}. For a changed model "

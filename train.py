@@ -2201,6 +2201,8 @@ def config_from_hf(cfg):
         hf = read_hf_config(path)
         if not hf:
             continue
+        if "text_config" in hf:
+            print0(f"{path}: {hf['model_type']} has more than text: its text part is taken")
         with data.as_value_error(f"init_from {path}: config.json", AttributeError, TypeError):
             fields = model.hf_fields(hf)
         errors = [config.field_error(cfg, name, f"is {value!r} in that folder; leave it out")
@@ -2225,12 +2227,16 @@ def read_hf_config(path):
 
 def open_hf(path, cfg):
     """{"names", "read"} of a folder of Hugging Face weights, or None for another folder."""
-    if not read_hf_config(path):
+    hf = read_hf_config(path)
+    if not hf:
         return None
     pieces = model.hf_pieces(cfg)
 
     def read(like):
         tensors = ckpt.open_tensors(data.hub_path(path, weights=True))
+        if "text_config" in hf:
+            tensors = {name.replace("language_model.", ""): x for name, x in tensors.items()
+                       if "language_model." in name or name == model.HF_NAMES["unembed"]}
         if not any(name.startswith("model.") for name in tensors):  # as of embedding models
             head = model.HF_NAMES["unembed"]
             tensors = {name if name == head else f"model.{name}": x for name, x in tensors.items()}
@@ -2241,7 +2247,8 @@ def open_hf(path, cfg):
                              f"{embed}: set tie_word_embeddings to false in it to use both, or "
                              f"delete {unembed} from the files")
         tensors = model.split_fused(tensors, cfg)
-        return ckpt.read_tensors(tensors, pieces, like, model.HF_UNUSED)
+        params = ckpt.read_tensors(tensors, pieces, like, model.HF_UNUSED)
+        return model.from_hf(params, hf, cfg)
 
     return {"names": dict.fromkeys(pieces), "read": read}
 
@@ -2281,8 +2288,8 @@ def export_hf(params, cfg):
         with tempfile.TemporaryDirectory() as folder:
             add_files(Path(folder))
         return
-    ckpt.write_export(
-        cfg.export, written_by, model.merge_lora(params, cfg), pieces, cfg.export_dtype, add_files)
+    params = model.to_hf(model.merge_lora(params, cfg), cfg)
+    ckpt.write_export(cfg.export, written_by, params, pieces, cfg.export_dtype, add_files)
 
 
 def write_generation_config(path, tokenizer):

@@ -31,6 +31,13 @@ VARIANTS = {
     "bias": dict(qkv_bias=True, n_kv_heads=1, norm_eps=1e-2),
     "window": dict(sliding_window=3),
     "stretched": dict(rope_factor=8.0, rope_original_len=16, rope_theta=100.0, head_dim=12),
+    "yarn": dict(rope_factor=4.0, rope_scaling="yarn", rope_original_len=7, rope_theta=100.0,
+                 head_dim=12, rope_query_beta=0.5),
+    "layers that differ": dict(
+        layer_types=("sliding", "full_nope", "full"), sliding_window=3, n_layers=5,
+        rope_local_theta=50.0, rope_factor=4.0, rope_scaling="linear"),
+    "norms on both sides": dict(sandwich_norm=True, geglu=True, scale_embed=True, attn_softcap=2.0,
+                                logit_softcap=5.0),
     "experts": dict(n_experts=4, capacity_factor=0.0),
     "crowded experts": dict(n_experts=4, experts_per_token=3, capacity_factor=0.6),
     "low rank": dict(lora_rank=2, lora_alpha=3.0),
@@ -87,24 +94,48 @@ def np_norm(x, scale, eps):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
 
 
-def np_rotate(x, position, cfg):
-    """A head's halves as complex numbers, turned by position x frequency (RoFormer, eq. 34)."""
+def np_rotate(x, position, cfg, own_theta=0.0):
+    """A head's halves as complex numbers, turned by position x frequency (RoFormer, eq. 34).
+    own_theta: the base of a layer whose frequencies are not scaled.
+    """
     turned, half = np.empty_like(x), len(x) // 2
+    size = 1.0
     for i in range(half):
-        freq = cfg.rope_theta ** (-2 * i / cfg.head_dim)
+        freq = (own_theta or cfg.rope_theta) ** (-2 * i / cfg.head_dim)
         wavelength, full = 2 * np.pi / freq, cfg.rope_original_len
-        if cfg.rope_factor != 1 and wavelength > full:
+        if own_theta:
+            pass
+        elif cfg.rope_scaling == "linear":
+            freq /= cfg.rope_factor
+        elif cfg.rope_scaling == "yarn":
+            # The dims that turn 32 times and once within the original length (YaRN, section 3.2).
+            low, high = (half * np.log(full / n / 2 / np.pi) / np.log(cfg.rope_theta)
+                         for n in (32, 1))
+            low, high = max(np.floor(low), 0), np.ceil(high)
+            stretched = min(max((i - low) / (high - low), 0), 1)
+            freq = (1 - stretched) * freq + stretched * freq / cfg.rope_factor
+            size = 0.1 * np.log(cfg.rope_factor) + 1
+        elif cfg.rope_factor != 1 and wavelength > full:
             freq /= cfg.rope_factor
         elif cfg.rope_factor != 1 and wavelength > full / 4:
             smooth = (full / wavelength - 1) / 3
             freq = (1 - smooth) * freq / cfg.rope_factor + smooth * freq
-        z = (x[i] + 1j * x[i + half]) * np.exp(1j * position * freq)
+        z = (x[i] + 1j * x[i + half]) * size * np.exp(1j * position * freq)
         turned[i], turned[i + half] = z.real, z.imag
     return turned
 
 
 def np_swiglu(y, gate, up, down):
     return y @ gate / (1 + np.exp(-(y @ gate))) * (y @ up) @ down
+
+
+def np_geglu(y, gate, up, down):
+    x = y @ gate
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) * (y @ up) @ down
+
+
+def np_cap(x, cap):
+    return cap * np.tanh(x / cap) if cap else x
 
 
 def np_experts(y, w, cfg):
@@ -135,34 +166,49 @@ def np_logits(params, tokens, cfg, router_stats=None, drop=lambda x, row, site: 
     group, out = cfg.n_heads // cfg.n_kv_heads, []
     params = {k: v + cfg.lora_alpha / cfg.lora_rank * params[k + ".lora_a"] @ params[k + ".lora_b"]
               if k + ".lora_a" in params else v for k, v in params.items()}
+    kinds = cfg.layer_types or ("sliding" if cfg.sliding_window else "full",)
     for b, row in enumerate(tokens):
-        x = drop(params["embed"][row], b, 0)
+        scale = np.sqrt(cfg.d_model) if cfg.scale_embed else 1
+        x = drop(scale * params["embed"][row], b, 0)
         for i in range(cfg.n_layers):
+            kind = kinds[i % len(kinds)]
+            window = cfg.sliding_window if "sliding" in kind else 0
+            own_theta = cfg.rope_local_theta if window else 0
             w = {k[len("layers."):]: v[i] for k, v in params.items() if k.startswith("layers.")}
             y = np_norm(x, w["attn_norm"], cfg.norm_eps)
             q, k, v = ((y @ w["w" + c] + w.get("b" + c, 0)).reshape(len(row), -1, cfg.head_dim)
                        for c in "qkv")
             if cfg.qk_norm:
                 q, k = np_norm(q, w["q_norm"], cfg.norm_eps), np_norm(k, w["k_norm"], cfg.norm_eps)
-            q, k = (np.array([[np_rotate(h, t, cfg) for h in heads] for t, heads in enumerate(a)])
-                    for a in (q, k))
+            if "nope" not in kind:
+                q, k = (np.array([[np_rotate(h, t, cfg, own_theta) for h in heads]
+                                  for t, heads in enumerate(a)]) for a in (q, k))
             a = np.zeros_like(q)
             for t in range(len(row)):
-                first = max(0, t + 1 - cfg.sliding_window) if cfg.sliding_window else 0
+                first = max(0, t + 1 - window) if window else 0
                 for n in range(cfg.n_heads):
-                    e = np.exp(k[first:t + 1, n // group] @ q[t, n] / np.sqrt(cfg.head_dim))
+                    growth = 1 + cfg.rope_query_beta * np.log(1 + t // cfg.rope_original_len)
+                    scores = growth * k[first:t + 1, n // group] @ q[t, n] / np.sqrt(cfg.head_dim)
+                    e = np.exp(np_cap(scores, cfg.attn_softcap))
                     a[t, n] = e / e.sum() @ v[first:t + 1, n // group]
-            x = x + drop(a.reshape(len(row), -1) @ w["wo"], b, 2 * i + 1)
+            y = a.reshape(len(row), -1) @ w["wo"]
+            if cfg.sandwich_norm:
+                y = np_norm(y, w["attn_out_norm"], cfg.norm_eps)
+            x = x + drop(y, b, 2 * i + 1)
             y = np_norm(x, w["mlp_norm"], cfg.norm_eps)
             if cfg.n_experts:
                 y, router = np_experts(y, w, cfg)
                 if router_stats is not None:
                     router_stats.append(router)
             else:
-                y = np_swiglu(y, w["w_gate"], w["w_up"], w["w_down"])
+                mlp = np_geglu if cfg.geglu else np_swiglu
+                y = mlp(y, w["w_gate"], w["w_up"], w["w_down"])
+            if cfg.sandwich_norm:
+                y = np_norm(y, w["mlp_out_norm"], cfg.norm_eps)
             x = x + drop(y, b, 2 * i + 2)
         x = np_norm(x, params["final_norm"], cfg.norm_eps)
-        out.append(x @ (params["embed"].T if cfg.tie_embeddings else params["unembed"]))
+        logits = x @ (params["embed"].T if cfg.tie_embeddings else params["unembed"])
+        out.append(np_cap(logits, cfg.logit_softcap))
     return np.array(out)
 
 
@@ -274,13 +320,14 @@ def test_loss_sums_equal_numpy(change):
 
 @pytest.mark.parametrize("variant, tiles, terms", [
     ("no qk_norm, untied", 5, {}), ("crowded experts", 0, {}), ("experts, low rank", 0, {}),
-    ("bias", 5, {"z": 0.1, "loss": 0.3}),
+    ("bias", 5, {"z": 0.1, "loss": 0.3}), ("norms on both sides", 5, {}),
+    ("layers that differ", 0, {}),
 ])
 def test_gradients_equal_finite_differences(variant, tiles, terms):
     """Along random directions, to 1e-4 of the norm; differences err by 1e-9.
 
-    Break: model.py: _linear(jax.nn.silu(gate) * up, w, "w_down", cfg) =>
-    _linear(jax.lax.stop_gradient(jax.nn.silu(gate) * up), w, "w_down", cfg)
+    Break: model.py: _linear(activation(gate) * up, w, "w_down", cfg) =>
+    _linear(jax.lax.stop_gradient(activation(gate) * up), w, "w_down", cfg)
     """
     cfg = dataclasses.replace(BASE, label_smoothing=0.1, z_loss=0.01, logit_tiles=tiles,
                               **VARIANTS[variant])
@@ -331,14 +378,14 @@ def test_half_of_the_queries_skip_half_of_the_keys():
     assert flops(model._attend) < 0.8 * flops(dense_attention)
 
 
-def np_attention(q, k, v, segments, window):
+def np_attention(q, k, v, segments, window, cap=0.0):
     """Causal attention of [B, heads, T, H] in float64, a query at a time."""
     out, group = np.zeros(q.shape), q.shape[1] // k.shape[1]
     for b, n, t in np.ndindex(*q.shape[:3]):
         past = np.arange(max(0, t + 1 - (window or t + 1)), t + 1)
         if segments is not None:
             past = past[segments[b, past] == segments[b, t]]
-        scores = k[b, n // group, past] @ q[b, n, t] / np.sqrt(q.shape[3])
+        scores = np_cap(k[b, n // group, past] @ q[b, n, t] / np.sqrt(q.shape[3]), cap)
         e = np.exp(scores - scores.max())
         out[b, n, t] = e / e.sum() @ v[b, n // group, past]
     return out
@@ -362,18 +409,18 @@ def random_attention(T, dtype="float32", B=3, N=4, K=2, H=6):
     return *arrays, jnp.asarray(np.sort(rng.integers(0, 9, (B, T)), axis=1), jnp.int32)
 
 
-@pytest.mark.parametrize("T, window, packed, dtype", [
-    (64, 0, False, "float32"), (100, 5, True, "float32"), (3, 0, True, "float32"),
-    (50, 20, True, "bfloat16"),
-    (64, 10, False, "float32"),  # the last key of a block that is seen, by one query alone
+@pytest.mark.parametrize("T, window, packed, dtype, cap", [
+    (64, 0, False, "float32", 0.0), (100, 5, True, "float32", 0.0), (3, 0, True, "float32", 0.0),
+    (50, 20, True, "bfloat16", 0.0), (50, 20, True, "float32", 1.5),
+    (64, 10, False, "float32", 0.0),  # the last key of a block that is seen, by one query alone
 ])
-def test_blocks_equal_the_dense_form_and_numpy(T, window, packed, dtype, monkeypatch):
+def test_blocks_equal_the_dense_form_and_numpy(T, window, packed, dtype, cap, monkeypatch):
     """Values and gradients, to 4e-5 of the largest in float32 and 4 roundings in 16 bits.
 
     Break: model.py: jnp.exp(old_max_BKGt1 - max_BKGt1) => jnp.exp(max_BKGt1 - max_BKGt1)
     """
     monkeypatch.setattr(model, "DENSE_LEN", 0)
-    cfg = dataclasses.replace(BASE, sliding_window=window)
+    cfg = dataclasses.replace(BASE, sliding_window=window, attn_softcap=cap)
     *inputs, da_BNTH, segments_BT = random_attention(T, dtype)
     segments_BT = segments_BT if packed else None
     attn_inputs = {"segments": segments_BT, "window": window}
@@ -389,14 +436,14 @@ def test_blocks_equal_the_dense_form_and_numpy(T, window, packed, dtype, monkeyp
     eps = 1e-5 if dtype == "float32" else float(jnp.finfo(dtype).eps)
     inputs, da = [np.asarray(x, np.float64) for x in inputs], np.asarray(da_BNTH, np.float64)
     rows = segments_BT if segments_BT is None else np.asarray(segments_BT)
-    np.testing.assert_allclose(got[0], np_attention(*inputs, rows, window), rtol=0,
+    np.testing.assert_allclose(got[0], np_attention(*inputs, rows, window, cap), rtol=0,
                                atol=4 * eps * np.abs(got[0]).max())
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=4 * eps * max(1, np.abs(b).max()))
     for i, grad in enumerate(got[1:]):
         direction = np.random.default_rng(i).normal(size=grad.shape)
         up, down = ((da * np_attention(*inputs[:i], inputs[i] + h * direction, *inputs[i + 1:],
-                                       rows, window)).sum() for h in (1e-5, -1e-5))
+                                       rows, window, cap)).sum() for h in (1e-5, -1e-5))
         error = abs((grad * direction).sum() - (up - down) / 2e-5)
         assert error < 4 * eps * max(1, np.linalg.norm(grad)), (i, error)
 
@@ -501,6 +548,10 @@ def test_pallas_attention_equals_the_default():
     (dict(dtype="bfloat16", attention="cudnn"), "cpu", None),
     (dict(dtype="bfloat16", attention="cudnn", head_dim=12), "cuda", None),
     (dict(attention="pallas", seq_len=128), "tpu", None),
+    (dict(dtype="bfloat16", attn_softcap=50.0), "cuda", "xla"),
+    (dict(head_dim=128, seq_len=2**16, sliding_window=99), "tpu", "pallas"),
+    (dict(head_dim=128, seq_len=2**16, sliding_window=99, layer_types=("full", "sliding")), "tpu",
+     "xla"),
 ])
 def test_attention_is_chosen_by_device_and_shape(change, platform, chosen):
     """A named kernel is chosen, or an error where it cannot run.
@@ -545,7 +596,7 @@ def test_documents_packed_by_best_fit_equal_each_in_a_row_of_its_own():
     query_segments[:, :, None] >= key_segments[:, None, :]
     """
     cfg = dataclasses.replace(BASE, packing="best_fit", seq_len=12, sliding_window=5,
-                              logit_tiles=3)
+                              layer_types=("sliding", "full"), logit_tiles=3)
     params, rng = as_f32(random_params(cfg)), np.random.default_rng(7)
     ends = np.cumsum([0, *rng.integers(3, 14, 9)])
     shard = {"name": "documents", "token_offset": 0,
@@ -668,8 +719,31 @@ def test_layers_are_unrolled_by_platform(platform, n_layers, n_unrolled):
     cfg = dataclasses.replace(BASE, n_layers=n_layers)
     with on_platform(platform):
         traced = jax.make_jaxpr(lambda x, w: model._scan_layers(
-            lambda x, w: (x + w, None), x, w, cfg))(jnp.ones(()), jnp.ones(n_layers))
+            {"full": lambda x, w: (x + w, None)}, x, w, cfg))(jnp.ones(()), jnp.ones(n_layers))
     assert traced.eqns[0].params["unroll"] == n_unrolled
+
+
+@pytest.mark.parametrize("n_layers", [4, 5])
+def test_layers_that_differ_in_a_scan(n_layers, monkeypatch):
+    """A scan over their period, and the rest after it, give the loss, the gradients and the tokens
+    of unrolled layers, to 1e-5 of the largest, under each remat.
+
+    Break: model.py: results = jax.tree.map(lambda *parts: jnp.concatenate(parts), results,
+    rest_results) => pass
+    """
+    cfg = dataclasses.replace(BASE, n_layers=n_layers, sliding_window=3, rope_local_theta=50.0,
+                              layer_types=("sliding", "full_nope"), temperature=0.0)
+    params, batch = as_f32(random_params(cfg)), random_batch(cfg)
+    found = []
+    for remat, n_unrolled in (("none", 12), ("none", 0), ("named", 0), ("full", 12)):
+        monkeypatch.setattr(model, "UNROLLED_LAYERS", {"other": n_unrolled})
+        grad = jax.value_and_grad(partial(objective, cfg=dataclasses.replace(cfg, remat=remat)))
+        tokens = jax.jit(partial(model._generate, cfg=cfg, n_new=4))(
+            params, batch["tokens"], jnp.full(3, 9), key=jax.random.key(0))
+        found.append(jax.tree.leaves((jax.jit(grad)(params, batch), tokens)))
+    for other in found[1:]:
+        for got, want in zip(other, found[0], strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("product, dtype, batch, M, D, F", [
@@ -720,7 +794,7 @@ def test_mixed_is_float32_but_for_its_products(monkeypatch):
         assert all(product.count("xbf16>") == 2 for product in products), products
 
 
-@pytest.mark.parametrize("variant", ["bias", "window", "crowded experts"])
+@pytest.mark.parametrize("variant", ["bias", "window", "crowded experts", "layers that differ"])
 def test_greedy_generation_is_the_argmax_of_full_forwards(variant):
     """After prompts of 1, 4 and 6 tokens over any padding, exactly: random logits have no ties.
 
@@ -840,6 +914,7 @@ def test_flops_equal_a_hand_count():
     """
     T = 32
     for change in ({}, dict(tie_embeddings=False), dict(sliding_window=5),
+                   dict(sliding_window=5, layer_types=("full", "sliding")),
                    dict(n_kv_heads=4, qkv_bias=True), dict(n_experts=4, experts_per_token=3),
                    dict(freeze=("layers.w_*",))):
         cfg = dataclasses.replace(BASE, **change)
@@ -848,6 +923,8 @@ def test_flops_equal_a_hand_count():
         mlp *= 4 / 6 if cfg.freeze else 1  # of a frozen weight no gradient
         weights = cfg.n_layers * (2 * D * N * H + 2 * D * K * H + mlp) + D * cfg.vocab_size
         seen = np.mean([min(t + 1, cfg.sliding_window or T) for t in range(T)])
+        if cfg.layer_types:  # of the two layers one has no window
+            seen = (seen + np.mean(np.arange(T) + 1)) / 2
         # Backward is twice forward; scores and values; multiply and add.
         per_key = 3 * 2 * 2 * cfg.n_layers * N * H
         flops, _ = model.flops_per_token(cfg, T)
