@@ -224,8 +224,8 @@ def make_config_small(text):
 def outputs_of(command):
     """The folders in out/ that a command fills."""
     flags = r"--out_dir|--export|make_clicks\.py"
-    if re.search(r"--mode (eval|sample|export)|chat\.py", command):  # it reads its out_dir
-        flags = "--export"
+    if re.search(r"--mode (eval|sample|export)|(chat|adapter)\.py", command):
+        flags = "--export"  # it reads its out_dir
     return re.findall(rf"(?:{flags}) (out/\w[\w-]*)", command)
 
 

@@ -117,7 +117,8 @@ def test_only_the_needed_files_are_fetched(monkeypatch):
 
     Break: data.py: patterns = (path.replace("**/", "*"), => patterns = ("*",
     """
-    settings = {"config.json", "tokenizer.json", "chat_template.jinja", "merges.txt"}
+    settings = {"config.json", "tokenizer.json", "chat_template.jinja", "merges.txt",
+                "adapter_model.safetensors"}
     days = {"x/a.txt", "x/b.txt"}
     saved = {"saved/state.json", "saved/data.arrow"}
     files = {"model": [*settings, "model-1.safetensors", "consolidated.safetensors",
