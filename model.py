@@ -1629,15 +1629,14 @@ def names_to_load(table, saved, cfg):
     return {name for name in table if ".lora_" not in name or name in saved}
 
 
-# Settings in the adapter_config.json of PEFT that are read, or that its logits do not depend on.
-# All others must be off.
+# Settings in the adapter_config.json of PEFT that are read, or that no logits depend on.
 PEFT_SETTINGS = {
     "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "lora_dropout",
     "task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping",
     "peft_version", "megatron_core", "qalora_group_size"}
-# Of these, other values change the weights of the base.
+# Legal values of others. Some ways to initialize change the weights of the base.
 PEFT_LEGAL = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
-PEFT_OFF = (None, False, "none", [], {})
+PEFT_OFF = (None, False, "none", [], {})  # legal values of all others
 
 
 def adapter_fields(settings, tensors):
