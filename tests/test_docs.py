@@ -74,7 +74,8 @@ CONFIGS = {
     "train.py": config.Config, "plan.py": plan.PlanConfig, "clicks.py": clicks.ClicksConfig,
     "windows.py": clicks.windows.WindowsConfig,
     "endless.py": endless.EndlessConfig, "digits.py": digits.DigitsConfig,
-    "adapter.py": config.Config, "distill.py": distill.DistillConfig, "dpo.py": dpo.DpoConfig, "tune.py": tune.SweepConfig,
+    "adapter.py": config.Config,
+    "distill.py": distill.DistillConfig, "dpo.py": dpo.DpoConfig, "tune.py": tune.SweepConfig,
     "on_ray.py": on_ray.RayConfig}
 
 # The first reason whose pattern is in a command.
