@@ -1432,13 +1432,13 @@ def read_tensors(tensors, pieces, like, unused=()):
     return arrays
 
 
-def open_tensors(folder):
+def open_tensors(folder, file_name="model"):
     """{tensor's name: array, mapped from its file} of all files of a folder."""
-    paths = [Path(folder, "model.safetensors")]
+    paths = [Path(folder, f"{file_name}.safetensors")]
     if not paths[0].exists():
-        paths = sorted(Path(folder).glob("model*.safetensors"))
+        paths = sorted(Path(folder).glob(f"{file_name}*.safetensors"))
     if not paths:
-        raise ValueError(f"{folder}: holds no model.safetensors; convert its pytorch_model.bin")
+        raise ValueError(f"{folder}: holds no {file_name}.safetensors; convert its .bin file")
     tensors = {}
     for path in paths:
         with _explain(f"{path}: cannot be read as safetensors", KeyError, TypeError,
@@ -1554,9 +1554,9 @@ def check_export(folder, run):
                          "another")
 
 
-def write_export(folder, run, arrays, pieces, dtype, add_files):
-    """Write a folder with model.safetensors under another name, then rename it; an existing folder
-    is replaced. Every process must call it.
+def write_export(folder, run, arrays, pieces, dtype, add_files, file_name="model"):
+    """Write a folder with FILE_NAME.safetensors under another name, then rename it; an existing
+    folder is replaced. Every process must call it.
 
     run: as in `check_export`. arrays, pieces, dtype: as in `each_tensor`. add_files: function of
     the new folder that writes the other files; process 0 calls it. Raises ValueError in every
@@ -1574,7 +1574,7 @@ def write_export(folder, run, arrays, pieces, dtype, add_files):
             (new / EXPORT_MARK).write_text(json.dumps(run), encoding="utf-8")
             add_files(new)
         shapes = tensor_shapes(pieces, arrays)
-        write_safetensors(new / "model.safetensors", shapes, dtype, tensors)
+        write_safetensors(new / f"{file_name}.safetensors", shapes, dtype, tensors)
         if is_main:
             for path in (*new.iterdir(), new):
                 _sync(path)

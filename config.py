@@ -66,10 +66,11 @@ class Config:
     # flag, --config or a resumed run sets are among them
     explicit: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     # where initial parameters come from; the last one wins. DIR, DIR@best, DIR@400: a run, or this
-    # checkpoint of it; a folder of Hugging Face weights; hf://ORG/NAME or hf://ORG/NAME@REVISION.
-    # Options follow within the same quotes, as in 'DIR load=w* strict=no'. load=: patterns of
-    # parameters to take; exclude=: patterns of parameters to skip; rename=SAVED:LOCAL: prefix to
-    # replace; strict=no: skip names that do not fit; dynamic=yes: load again every reload_every
+    # checkpoint of it; a folder of Hugging Face weights; hf://ORG/NAME or hf://ORG/NAME@REVISION;
+    # an adapter of PEFT, after its base. Options follow within the same quotes, as in 'DIR load=w*
+    # strict=no'. load=: patterns of parameters to take; exclude=: patterns of parameters to skip;
+    # rename=SAVED:LOCAL: prefix to replace; strict=no: skip names that do not fit; dynamic=yes:
+    # load again every reload_every
     init_from: tuple[str, ...] = ()
     # DIR@STEP: begin with the full state that the run in DIR had at this step, in a folder of its
     # own; the config.json in DIR gives the flags that are not typed

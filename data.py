@@ -2639,8 +2639,9 @@ def copy_tokenizer(name, folder):
 
 # ---- names on the Hub
 
-# Files of a model on the Hub that are fetched: settings and tokenizer, and on request weights.
-HUB_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")
+# Files of a model on the Hub that are fetched: settings, tokenizer and adapter, and on request
+# weights.
+HUB_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "adapter_model.safetensors")
 HUB_WEIGHTS = ("model*.safetensors",)
 
 

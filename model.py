@@ -1757,6 +1757,38 @@ def names_to_load(table, saved, cfg):
     return {name for name in table if ".lora_" not in name or name in saved}
 
 
+# Settings in the adapter_config.json of PEFT that are read, or that no logits depend on.
+PEFT_SETTINGS = {
+    "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "lora_dropout",
+    "task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping",
+    "peft_version", "megatron_core", "qalora_group_size"}
+# Legal values of others. Some ways to initialize change the weights of the base.
+PEFT_LEGAL = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
+PEFT_OFF = (None, False, "none", [], {})  # legal values of all others
+
+
+def adapter_fields(settings, tensors):
+    """The fields of Config that describe an adapter of PEFT, from its adapter_config.json and the
+    names of its tensors.
+
+    Raises ValueError that lists the settings that this model cannot express.
+    """
+    errors = []
+    for name, value in settings.items():
+        legal = PEFT_LEGAL.get(name, PEFT_OFF)
+        if name not in PEFT_SETTINGS and value not in legal:
+            errors.append(f"{name} {value!r}: must be one of {[*legal]}")
+    if errors:
+        raise ValueError("\n  ".join(["this model cannot express", *errors]))
+    rank, alpha = settings["r"], settings["lora_alpha"]
+    if settings.get("use_rslora"):  # scaled by alpha / rank**0.5
+        alpha *= rank**0.5
+    modules = {tensor.split(".")[-3] for tensor in tensors}  # such as q_proj
+    targets = [name for name, hf_name in HF_NAMES.items()
+               if name.startswith("layers.w") and hf_name.split(".")[-2] in modules]
+    return {"lora_rank": rank, "lora_alpha": float(alpha), "lora_targets": tuple(targets)}
+
+
 # ---- experts
 
 def _expert_rows(table, cfg):
@@ -2322,6 +2354,15 @@ def from_hf(params, hf, cfg):
     return params | changed
 
 
+def fits_adapters(hf):
+    """Whether a matrix of a model with this config.json is one of this model, so that an adapter of
+    PEFT fits both: it is neither fused nor changed by from_hf.
+    """
+    has_factor = hf.get("query_pre_attn_scalar", 256) != hf.get("head_dim", 256)
+    return not (hf.get("model_type") in ("phi3", "granite", "ernie4_5") or "text_config" in hf
+                or (hf.get("model_type") == "gemma2" and has_factor))
+
+
 def to_hf(params, cfg):
     """The reverse of from_hf, for the family that an export of cfg has."""
     return shift_gains(params, -1) if _hf_family(cfg) in GEMMAS else params
@@ -2333,20 +2374,26 @@ def shift_gains(params, shift):
                      for name, x in params.items() if name.endswith("_norm")}
 
 
-def hf_pieces(cfg):
+def hf_pieces(cfg, adapter=False):
     """{name: ({index: Hugging Face's name}, transposed)}: array[index], transposed or not, is the
     tensor of that name. LoRA factors, which an export merges, have none.
+
+    adapter: only the LoRA factors, by their names in PEFT.
     """
     hf_names = HF_NAMES | HF_FAMILY_NAMES.get(_hf_family(cfg), {})
     pieces = {}
     for name, row in param_table(cfg).items():
-        if ".lora_" in name:
+        weight, _, factor = name.partition(".lora_")
+        if bool(factor) != adapter:
             continue
-        if name not in hf_names:
+        if weight not in hf_names:
             raise ValueError(f"parameter {name}: has no name in HF_NAMES in model.py; add it "
                              "there, and to hf_config what transformers needs to compute with it")
-        hf_name = hf_names[name]
+        hf_name = hf_names[weight]
         n_stacked = hf_name.count("{}")
+        if factor:
+            module = hf_name.removesuffix(".weight")
+            hf_name = f"base_model.model.{module}.lora_{factor.upper()}.weight"
         stack = np.ndindex(*row["shape"][:n_stacked])
         tensors = {index: hf_name.format(*index) for index in stack}
         is_linear = len(row["shape"]) - n_stacked == 2 and name != "embed"

@@ -126,7 +126,7 @@ TEXT = {
     "update_config": lambda cfg: config_from_hf(cfg),
     # (path, cfg) -> {"names": {name: shape or None}, "read": {name: like} -> {name: array}} of
     # weights in another format, None where path has none
-    "open_weights": lambda path, cfg: open_hf(path, cfg),
+    "open_weights": lambda path, cfg: open_adapter(path, cfg) or open_hf(path, cfg),
     # (params, cfg): write cfg.export; with params None only look for errors
     "export": lambda params, cfg: export_hf(params, cfg),
 }
@@ -2063,8 +2063,8 @@ def is_user_error(error):
 #
 # The optional sections, in this order: rows from Python, best checkpoint, branches of a run,
 # validation data that comes later, exports during a run, dynamic sources of parameters, Hugging
-# Face weights, modes without a loop, memory estimates, hooks from files, logs of all processes,
-# profiler, plot, trackers. Then the observers that run.
+# Face weights, LoRA, modes without a loop, memory estimates, hooks from files, logs of all
+# processes, profiler, plot, trackers. Then the observers that run.
 
 
 # ---- rows from Python
@@ -2199,22 +2199,24 @@ def config_from_hf(cfg):
     for text in cfg.init_from:
         path = ckpt.parse_source(text)["path"]
         hf = read_hf_config(path)
-        if not hf:
-            continue
-        if "text_config" in hf:
-            print0(f"{path}: {hf['model_type']} has more than text: its text part is taken")
-        with data.as_value_error(f"init_from {path}: config.json", AttributeError, TypeError):
-            fields = model.hf_fields(hf)
+        # Optional: LoRA. The folder of an adapter may have the config.json of its base.
+        fields, _ = read_adapter(path)
+        if hf and not fields:
+            if "text_config" in hf:
+                print0(f"{path}: {hf['model_type']} has more than text: its text part is taken")
+            with data.as_value_error(f"init_from {path}: config.json", AttributeError, TypeError):
+                fields = model.hf_fields(hf)
         errors = [config.field_error(cfg, name, f"is {value!r} in that folder; leave it out")
                   for name, value in fields.items()
                   if is_set[name] and getattr(cfg, name) != value]
         config.raise_if_errors(errors, f"init_from {path}")
         # A model of 256 ids reads bytes. For another one bytes of text would be wrong: without a
         # tokenizer.json the text is refused when it is opened.
-        has_tokenizer = Path(data.hub_path(path), "tokenizer.json").is_file()
-        has_text = fields["vocab_size"] != 256 and not data.has_only_token_files(cfg)
-        if (has_tokenizer or has_text) and not is_set["tokenizer"]:
-            fields["tokenizer"] = path
+        if "vocab_size" in fields and not is_set["tokenizer"]:
+            has_tokenizer = Path(data.hub_path(path), "tokenizer.json").is_file()
+            has_text = fields["vocab_size"] != 256 and not data.has_only_token_files(cfg)
+            if has_tokenizer or has_text:
+                fields["tokenizer"] = path
         cfg = dataclasses.replace(cfg, **fields)
     return cfg
 
@@ -2302,6 +2304,36 @@ def write_generation_config(path, tokenizer):
     if stops:
         settings = ckpt.read_json(path) | {"eos_token_id": sorted(stops)}
         path.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+
+# ---- LoRA
+
+
+def read_adapter(path):
+    """(the fields of Config that describe it, its tensors) of an adapter of PEFT in a folder or on
+    the Hub; ({}, {}) for another path.
+    """
+    folder = data.hub_path(path)
+    settings = ckpt.read_json(Path(folder, "adapter_config.json"))
+    if not settings:
+        return {}, {}
+    tensors = ckpt.open_tensors(folder, "adapter_model")
+    with data.as_value_error(f"init_from {path}: adapter_config.json", LookupError, TypeError):
+        return model.adapter_fields(settings, tensors), tensors
+
+
+def open_adapter(path, cfg):
+    """{"names", "read"} of an adapter of PEFT, or None for another path."""
+    fields, tensors = read_adapter(path)
+    if not fields:
+        return None
+    for text in cfg.init_from:
+        base = ckpt.parse_source(text)["path"]
+        if base != path and not model.fits_adapters(read_hf_config(base)):
+            raise ValueError(f"init_from {path}: the weights of its base {base} are changed when "
+                             "they are read; merge the adapter by PEFT's merge_and_unload first")
+    pieces = model.hf_pieces(cfg, adapter=True)
+    return {"names": dict.fromkeys(pieces), "read": partial(ckpt.read_tensors, tensors, pieces)}
 
 
 # ---- modes without a loop

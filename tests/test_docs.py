@@ -74,6 +74,7 @@ CONFIGS = {
     "train.py": config.Config, "plan.py": plan.PlanConfig, "clicks.py": clicks.ClicksConfig,
     "windows.py": clicks.windows.WindowsConfig,
     "endless.py": endless.EndlessConfig, "digits.py": digits.DigitsConfig,
+    "adapter.py": config.Config,
     "distill.py": distill.DistillConfig, "dpo.py": dpo.DpoConfig, "tune.py": tune.SweepConfig,
     "on_ray.py": on_ray.RayConfig}
 
@@ -224,8 +225,8 @@ def make_config_small(text):
 def outputs_of(command):
     """The folders in out/ that a command fills."""
     flags = r"--out_dir|--export|make_clicks\.py"
-    if re.search(r"--mode (eval|sample|export)|chat\.py", command):  # it reads its out_dir
-        flags = "--export"
+    if re.search(r"--mode (eval|sample|export)|(chat|adapter)\.py", command):
+        flags = "--export"  # it reads its out_dir
     return re.findall(rf"(?:{flags}) (out/\w[\w-]*)", command)
 
 

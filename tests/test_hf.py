@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,6 +24,9 @@ import train
 from conftest import ROOT
 from test_data import chat_folder, make_bpe
 from test_real_data import make_metaspace, save_folder
+
+sys.path.insert(0, str(ROOT / "tests/recipes"))
+import adapter
 
 SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=24, vocab_size=40, max_position_embeddings=64, rms_norm_eps=1e-3,
@@ -579,7 +583,7 @@ def test_invalid_safetensors_files_are_named(tmp_path):
     shutil.copy(first, folder / "model-00001-of-00003.safetensors")
     with pytest.raises(ValueError, match="00001-of-00003.safetensors: .* another file .* 0.0.w"):
         ckpt.open_tensors(folder)
-    with pytest.raises(ValueError, match="no model.safetensors; convert its pytorch_model.bin"):
+    with pytest.raises(ValueError, match="no model.safetensors; convert its .bin file"):
         ckpt.open_tensors(tmp_path)
 
 
@@ -758,6 +762,169 @@ def test_lora_is_exported_merged(tiny, tmp_path):
     half = {name: x.astype(ml_dtypes.bfloat16) for name, x in params.items()}
     w, a, b = (np.float64(half[f"layers.wq{end}"]) for end in ("", ".lora_a", ".lora_b"))
     np.testing.assert_allclose(model.merge_lora(half, cfg)["layers.wq"], w + 1.5 * a @ b, rtol=1e-5)
+
+
+def import_peft():
+    torch_and_transformers()
+    return pytest.importorskip("peft", reason="PEFT is not installed")
+
+
+def read_adapted(cfg, folder):
+    """The logits of the base with the adapter in a folder, read as a run does, and the config."""
+    sources = (f"{folder}/hf", f"{folder}/adapter")
+    cfg = dataclasses.replace(
+        cfg, mode="eval", seq_len=24, init_from=sources, out_dir=f"{folder}/read")
+    setup, _, params = train.load_run(cfg)
+    return jax_logits(jax.device_get(params), setup["cfg"], make_mesh(None)), setup["cfg"]
+
+
+def assert_logits_of(tuned, logits):
+    """The logits are those of a model of PEFT, in which the adapter has an effect."""
+    expected = hf_logits(tuned)
+    with tuned.disable_adapter():
+        without = hf_logits(tuned)
+    largest = np.abs(expected).max()
+    assert np.abs(logits - expected).max() <= 1e-5 * largest < np.abs(logits - without).max() / 1e4
+
+
+@pytest.mark.parametrize("name", ["llama scaled", "qwen2 window", "qwen3"])
+def test_an_exported_adapter_has_the_same_logits_in_peft(name, tiny, tmp_path):
+    """PEFT loads it onto the base of the run. A run that reads both has the same parameters.
+
+    Break: tests/recipes/adapter.py: "lora_alpha": cfg.lora_alpha, => "lora_alpha": 16.0,
+    """
+    peft = import_peft()
+    base = make_hf_model(name, tmp_path / "hf")
+    cfg = run_config(tiny, tmp_path, init_from=(str(tmp_path / "hf"),), lora_rank=4, lora_alpha=8.0,
+                     lora_targets=("layers.w[qo]", "*_*"), export=str(tmp_path / "adapter"))
+    resolved = train.setup_run(cfg, adapter.TASK)["cfg"]
+    params = draw(resolved)
+    adapter.export_adapter(params, resolved)
+    logits, found = read_adapted(run_config(tiny, tmp_path), tmp_path)
+    assert (found.lora_rank, found.lora_alpha) == (4, 8.0)
+    assert found.lora_targets == tuple(f"layers.w{x}" for x in ("q", "o", "_gate", "_up", "_down"))
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert_logits_of(loaded, logits)
+
+
+ALL_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def make_adapter(base, folder, **settings):
+    """Save an adapter made by PEFT, with random factors; return the model that has it."""
+    peft = import_peft()
+    torch, _ = torch_and_transformers()
+    defaults = dict(r=4, lora_alpha=8, target_modules=ALL_MODULES, task_type="CAUSAL_LM")
+    tuned = peft.get_peft_model(base, peft.LoraConfig(**defaults | settings))
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, x in tuned.named_parameters():
+            if "lora_" in key:
+                x.normal_(0, 0.3, generator=rng)
+    tuned.eval().save_pretrained(folder)
+    return tuned
+
+
+@pytest.mark.parametrize("name, settings", [
+    ("llama", dict()),
+    ("qwen3", dict(use_rslora=True, lora_dropout=0.1, init_lora_weights="gaussian")),
+    ("qwen2 window", dict(target_modules=r".*\.(k_proj|down_proj)", r=3, lora_alpha=5)),
+    ("mixtral", dict(target_modules=["q_proj", "o_proj"], exclude_modules=r".*o_proj"))])
+def test_an_adapter_of_peft_has_the_same_logits(name, settings, tiny, tmp_path):
+    """A run that begins with it has the logits of PEFT, and the rank, scale and targets.
+
+    Break: model.py: alpha *= rank**0.5 => pass
+    """
+    tuned = make_adapter(make_hf_model(name, tmp_path / "hf"), tmp_path / "adapter", **settings)
+    shutil.copy(tmp_path / "hf/config.json", tmp_path / "adapter")  # as some trainers do
+    cfg = run_config(tiny, tmp_path)
+    logits, _ = read_adapted(cfg, tmp_path)
+    assert_logits_of(tuned, logits)
+
+
+@pytest.mark.parametrize("settings, words", [
+    (dict(rank_pattern={"q_proj": 2}), "rank_pattern {'q_proj': 2}: must be one of [None"),
+    (dict(alpha_pattern={"q_proj": 2}), "alpha_pattern {"),
+    (dict(use_dora=True), "use_dora True: "),
+    (dict(bias="lora_only"), "bias 'lora_only': "),
+    (dict(lora_bias=True), "lora_bias True: "),
+    (dict(modules_to_save=["lm_head"]), "modules_to_save ['lm_head']: "),
+    (dict(layers_to_transform=[0]), "layers_to_transform [0]: "),
+    (dict(trainable_token_indices=[1]), "trainable_token_indices [1]: "),
+    (dict(init_lora_weights="pissa"), "init_lora_weights 'pissa': must be one of [True, False"),
+    (dict(target_modules=["q_proj", "lm_head"]),
+     "base_model.model.lm_head.lora_A.weight is not a tensor of this model"),
+    ("granite", "hf are changed when they are read; merge the adapter by PEFT's merge_and_unload")])
+def test_an_adapter_that_a_run_cannot_express_is_refused(settings, words, tiny, tmp_path):
+    """By the name of the setting, of the tensor, or of the base.
+
+    Break: model.py: if name not in PEFT_SETTINGS and value not in legal: => if False:
+    """
+    base, settings = ("qwen3", settings) if settings != "granite" else (settings, {})
+    make_adapter(make_hf_model(base, tmp_path / "hf"), tmp_path / "adapter", **settings)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_adapted(run_config(tiny, tmp_path), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_continues_an_adapter(tiny, tmp_path):
+    """It trains the factors alone and resumes bit-identically. An export merges an adapter as PEFT
+    does. Flags that contradict it are refused, and so is an adapter without its base.
+
+    Break: train.py: return {"names": dict.fromkeys(pieces), "read": partial( =>
+    return {"names": {}, "read": partial(
+    """
+    tuned = make_adapter(make_hf_model("qwen3", tmp_path / "hf"), tmp_path / "adapter")
+    make = partial(run_config, tiny, tmp_path,
+                   init_from=(str(tmp_path / "hf"), str(tmp_path / "adapter")), fsdp=1)
+    began = []
+    summary = train.main(make(), hooks=[lambda event, value: began.append(
+        jax.device_get(value["params"])) if event == "load" else None])
+    params = jax.device_get(summary["state"]["params"])
+    moved = {name for name in params if (params[name] != began[0][name]).any()}
+    assert moved == {name for name in params if ".lora_" in name} and len(moved) == 14
+
+    half = make(steps=2, out_dir=str(tmp_path / "half"))
+    train.main(half)
+    resumed = train.main(config.parse(["--out_dir", half.out_dir, "--steps", "3"]))
+    assert all((resumed["state"]["params"][name] == x).all() for name, x in params.items())
+
+    # A mode reads it too, without a run.
+    merged = make(mode="export", export=str(tmp_path / "merged"), out_dir=str(tmp_path / "none"))
+    assert train.main(merged)["exit_code"] == 0
+    expected = tuned.merge_and_unload().state_dict()
+    for name, x in read_files(tmp_path / "merged").items():
+        np.testing.assert_allclose(x, expected[name].numpy(), atol=1e-6)
+
+    for flags, words in (
+            (dict(lora_rank=8), "lora_rank 8: is 4 in that folder; leave it out"),
+            (dict(lora_alpha=4.0), "lora_alpha 4.0: is 8.0 in that folder"),
+            (dict(init_from=(str(tmp_path / "adapter"),)), "no source has embed, final_norm")):
+        with pytest.raises(ValueError, match=words):
+            train.main(make(out_dir=str(tmp_path / "none"), **flags))
+
+
+def test_runs_that_an_adapter_cannot_express_are_refused(tiny, tmp_path, llama_folder):
+    """Before training: without LoRA, with other trained parameters, experts, and a base whose
+    weights are not this model's.
+
+    Break: tests/recipes/adapter.py: others = sorted(table.keys() - frozen - factors) => others = []
+    """
+    def refused(words, **changes):
+        cfg = tiny(export=str(tmp_path / "adapter"), **changes)
+        with pytest.raises(ValueError, match=words):
+            train.setup_run(cfg, adapter.TASK)
+
+    refused("lora_rank 0: the run has no LoRA factors; export the merged weights by")
+    refused("the run trains embed, final_norm too;", lora_rank=2, freeze=("!embed", "!final_norm"))
+    refused("PEFT has no adapter of experts, as in layers.w_down.lora_a, layers.w_down.lora_b, ",
+            lora_rank=2, n_experts=4)
+    hf = json.loads((llama_folder / "config.json").read_text())
+    (llama_folder / "config.json").write_text(json.dumps(hf | {"model_type": "granite"}))
+    shape = {name: getattr(config.Config, name) for name in ("d_model", "n_layers", "n_heads",
+                                                             "n_kv_heads")}
+    refused("its weights are changed or split when they are read", lora_rank=2,
+            init_from=(str(llama_folder),), **shape)
 
 
 @pytest.mark.slow

@@ -117,7 +117,8 @@ def test_only_the_needed_files_are_fetched(monkeypatch):
 
     Break: data.py: patterns = (path.replace("**/", "*"), => patterns = ("*",
     """
-    settings = {"config.json", "tokenizer.json", "chat_template.jinja", "merges.txt"}
+    settings = {"config.json", "tokenizer.json", "chat_template.jinja", "merges.txt",
+                "adapter_model.safetensors"}
     days = {"x/a.txt", "x/b.txt"}
     saved = {"saved/state.json", "saved/data.arrow"}
     files = {"model": [*settings, "model-1.safetensors", "consolidated.safetensors",
@@ -192,3 +193,24 @@ def test_a_run_with_names(cache, tiny, tmp_path, capsys, monkeypatch):
     cfg = dataclasses.replace(cfg, data=(f"hf://datasets/o/d@{COMMIT_1}/x/*.txt",),
                               allow_change=("data",))
     assert train.main(cfg)["step"] == 6
+
+
+def test_an_adapter_and_its_base(cache, tiny, tmp_path):
+    """A run takes an adapter of PEFT and its base by their names.
+
+    Break: train.py: folder = data.hub_path(path) => folder = path
+    """
+    files, _ = model_files(tmp_path)
+    put(cache, "model", "o/n", COMMIT_1, files)
+    cfg = config.derive_text(config.Config(
+        d_model=32, n_layers=1, n_heads=4, lora_rank=2, lora_targets=("layers.wo",)))
+    table, pieces = model.param_table(cfg), model.hf_pieces(cfg, adapter=True)
+    factors = {name: np.full(table[name]["shape"], 0.5, np.float32) for name in pieces}
+    ckpt.write_safetensors(tmp_path / "adapter", ckpt.tensor_shapes(pieces, factors), "float32",
+                           ckpt.each_tensor(factors, pieces, "float32"))
+    put(cache, "model", "o/a", COMMIT_1, {
+        "adapter_config.json": '{"peft_type": "LORA", "r": 2, "lora_alpha": 3}',
+        "adapter_model.safetensors": (tmp_path / "adapter").read_bytes()})
+    setup, _, params = train.load_run(tiny(mode="eval", init_from=("hf://o/n", "hf://o/a")))
+    assert setup["cfg"].lora_alpha == 3 and setup["cfg"].lora_targets == ("layers.wo",)
+    assert (params["layers.wo.lora_b"] == 0.5).all()

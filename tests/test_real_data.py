@@ -1259,7 +1259,7 @@ def test_a_template_with_the_date_of_today(tmp_path):
 def test_weights_without_a_tokenizer_json(tmp_path):
     """Weights without a tokenizer.json are not tuned on bytes, unless they have 256 tokens.
 
-    Break: train.py: if (has_tokenizer or has_text) and not => if has_tokenizer and not
+    Break: train.py: if has_tokenizer or has_text: => if has_tokenizer:
     """
     (tmp_path / "tokenizer.model").write_bytes(b"model")
     for name in (tmp_path, tmp_path / "tokenizer.model"):

@@ -52,6 +52,8 @@ EDITS = {
         ("train.py", '    "init_names": model.names_to_load,\n',
          '    "init_names": lambda table, saved, cfg: set(table),\n'),
         ("train.py", "model.merge_lora(params, cfg)", "params"),
+        ("train.py", "fields, _ = read_adapter(path)", "fields = {}"),
+        ("train.py", "open_adapter(path, cfg) or open_hf(path, cfg)", "open_hf(path, cfg)"),
     ],
     "loss scaling for float16": [
         ("step.py", 'fp16_train_step if cfg.dtype == "float16" else train_step', "train_step"),
@@ -69,6 +71,7 @@ EDITS = {
         ("train.py", 'Path(data.hub_path(path), "tokenizer.json")', 'Path(path, "tokenizer.json")'),
         ("train.py", 'Path(data.hub_path(path), "config.json")', 'Path(path, "config.json")'),
         ("train.py", "data.hub_path(path, weights=True)", "path"),
+        ("train.py", "folder = data.hub_path(path)", "folder = path"),
     ],
     "locks of buckets": [
         ("ckpt.py", "locks.enter_context(lock_bucket(root, out_dir))", "int"),
