@@ -292,6 +292,42 @@ HUB = {  # config.json files written by transformers 4, and the fields that they
         rms_norm_eps=1e-06, rope_scaling=None, rope_theta=1000000.0, sliding_window=None,
         tie_word_embeddings=False, use_sliding_window=False, vocab_size=151936),
         dict(n_experts=128, experts_per_token=8, d_ff=768, qk_norm=True, head_dim=128)),
+    "Olmo-3-7B": (dict(
+        model_type="olmo3", attention_bias=False, hidden_act="silu", hidden_size=4096,
+        intermediate_size=11008, layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8,
+        max_position_embeddings=65536, num_attention_heads=32, num_hidden_layers=32,
+        num_key_value_heads=32, rms_norm_eps=1e-06, rope_theta=500000, sliding_window=4096,
+        tie_word_embeddings=False, vocab_size=100278, rope_scaling=dict(
+            attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0, factor=8.0,
+            original_max_position_embeddings=8192, rope_type="yarn")),
+        dict(layer_types=("sliding", "sliding", "sliding", "full"), rope_local_theta=5e5,
+             rope_scaling="yarn", rope_original_len=8192, post_norm=True, qk_norm=True)),
+    "SmolLM3-3B": (dict(
+        model_type="smollm3", attention_bias=False, hidden_act="silu", hidden_size=2048,
+        intermediate_size=11008, layer_types=["full_attention"] * 36, max_window_layers=28,
+        mlp_bias=False, no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0] * 9,
+        num_attention_heads=16, num_hidden_layers=36, num_key_value_heads=4, pretraining_tp=2,
+        rms_norm_eps=1e-06, rope_scaling=None, rope_theta=5000000.0, sliding_window=None,
+        use_sliding_window=False, vocab_size=128256),
+        dict(layer_types=("full", "full", "full", "full_nope"), tie_embeddings=True)),
+    "gemma-2-2b": (dict(
+        model_type="gemma2", attention_bias=False, attn_logit_softcapping=50.0,
+        cache_implementation="hybrid", final_logit_softcapping=30.0, head_dim=256,
+        hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", hidden_size=2304,
+        intermediate_size=9216, num_attention_heads=8, num_hidden_layers=26,
+        num_key_value_heads=4, query_pre_attn_scalar=256, rms_norm_eps=1e-06, rope_theta=10000.0,
+        sliding_window=4096, vocab_size=256000),
+        dict(layer_types=("sliding", "full"), attn_softcap=50.0, logit_softcap=30.0,
+             sandwich_norm=True, geglu=True, scale_embed=True, tie_embeddings=True)),
+    "gemma-3-4b-it": (dict(
+        model_type="gemma3", eos_token_id=[1, 106], mm_tokens_per_image=256,
+        vision_config=dict(model_type="siglip_vision_model"), text_config=dict(
+            model_type="gemma3_text", hidden_size=2560, intermediate_size=10240,
+            num_hidden_layers=34, rope_scaling=dict(factor=8.0, rope_type="linear"),
+            sliding_window=1024)),
+        dict(n_heads=8, n_kv_heads=4, head_dim=256, vocab_size=262208, rope_theta=1e6,
+             rope_local_theta=1e4, rope_scaling="linear", sliding_window=1024,
+             layer_types=("sliding",) * 5 + ("full",), qk_norm=True)),
 }
 
 
@@ -304,12 +340,13 @@ def test_config_json_of_hub_models(name):
     hf, fields = HUB[name]
     got = model.hf_fields(hf)
     assert got | fields == got
-    assert got["rope_theta"] == hf.get("rope_theta", 1e4)
+    assert got["rope_theta"] == (fields | hf).get("rope_theta", 1e4)
     cfg = config.Config(**got, seq_len=64)
     config.validate(cfg, None, {}, config.text_errors)
     written = json.loads(json.dumps(model.hf_config(cfg)))
     assert model.hf_fields(written) == got
-    assert written["max_position_embeddings"] == (2**16 if got["rope_factor"] == 8 else 64)
+    is_long = got["rope_factor"] == 8 and got.get("rope_scaling") != "linear"
+    assert written["max_position_embeddings"] == (2**16 if is_long else 64)
 
 
 REFUSED = {
