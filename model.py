@@ -2126,11 +2126,11 @@ def hf_fields(hf):
     if "num_local_experts" in hf:
         hf = {"num_experts": hf["num_local_experts"]} | hf
     hf = HF_DEFAULTS | HF_FAMILY_DEFAULTS.get(model_type, {}) | hf
-    # rope_parameters (transformers 5), perhaps one for each kind of layer, or rope_scaling (4): its
+    # rope_scaling (transformers 4) or rope_parameters (5), perhaps one for each kind of layer: its
     # entries count as entries of hf.
     rope = hf.get("rope_parameters") or {}
     local_rope = rope.get("sliding_attention") or {}
-    rope = (rope.get("full_attention") or rope) | (hf.get("rope_scaling") or {})
+    rope = hf.get("rope_scaling") or rope.get("full_attention") or rope
     hf |= {"rope_type": rope.get("type", "default")} | rope
 
     errors = []
