@@ -324,6 +324,7 @@ def open_text(parts, cfg):
         "fingerprint": a text that differs when the tokens do,
         "summary": a text to print,
         "preview": () -> documents to print, see show_examples,
+        "examples": of validation data, the values per example of a batch, see examples_in,
         "bytes_per_token": number, or None when unknown,
         "prompt": () -> ids at the beginning of a sample}.
     cfg: any object with the fields under "data" in config.py, and batch_size, eval_batches,
@@ -382,6 +383,7 @@ def _make_source(dataset, build_batch, cfg, tokenizer):
         "fingerprint": fingerprint(dataset),
         "summary": describe(dataset),  # optional: summaries
         "preview": lambda: show_examples(dataset, tokenizer),  # optional: examples
+        "examples": partial(examples_in, dataset),  # optional: values per example
         "bytes_per_token": bytes_per_token(dataset),
         "prompt": lambda: preview_prompt(dataset),  # optional: prompts of samples
     }
@@ -1341,8 +1343,8 @@ def require(module, user):
 
 # ---- optional
 # Mixtures, document mask, packing, token files, rows of token ids, prompts and chats, summaries,
-# examples, prompts of samples, file formats, rows from Python, tokenizers, names on the Hub. A
-# section can be deleted together with the few lines that call it.
+# examples, values per example, prompts of samples, file formats, rows from Python, tokenizers, names
+# on the Hub. A section can be deleted together with the few lines that call it.
 
 # ---- mixtures
 
@@ -2139,6 +2141,43 @@ def _show_labels(ids, is_label, tokenizer):
     if stop < len(ids):
         pieces.append(("...", False))
     return pieces
+
+
+# ---- values per example
+
+def examples_in(dataset, index, batch_size, values):
+    """{"id", "n_labels", "nats", "bytes": arrays} of the examples with a label in evaluation batch
+    `index`. An example is a document where documents are packed, otherwise a sequence; its id is
+    its index in the dataset.
+
+    values: {"nats": the loss of each position [batch_size, seq_len]}. bytes: of the text of the
+    labels, a bos or eos is one; absent where bytes_per_token is None. They are interpolated where a
+    piece of text is cut, or the tokenizer has a bos.
+    """
+    batch = eval_batch_at(dataset, index, batch_size)
+    rows, _ = eval_examples_at(index, batch_size, dataset["n"])
+    shard = dataset["shards"][0]  # of text it is the only one
+    is_packed = "spans" in shard
+    # The sequence of each position, or the span.
+    numbers = np.broadcast_to(rows[:, None], batch["labels"].shape)
+    if is_packed:
+        numbers = shard["row_bounds"][numbers] + batch["segments"] - 1
+
+    is_label = batch["labels"] != IGNORE
+    ids, index_of, n_labels = np.unique(numbers[is_label], return_inverse=True, return_counts=True)
+    nats = np.bincount(index_of, values["nats"][is_label])
+    starts = ids * batch["labels"].shape[1]
+    if is_packed:
+        starts = shard["spans"][ids, 0]
+        ids = np.searchsorted(shard["documents"][:, 0], starts, side="right") - 1
+    found = {"id": ids, "n_labels": n_labels, "nats": nats}
+    if bytes_per_token(dataset):
+        # Bytes from the token before the labels to the one before the last label: both are one byte
+        # where a document ends.
+        starts = starts + shard["token_offset"]
+        before, through = np.interp([starts, starts + n_labels], *shard["bytes_at"].T)
+        found["bytes"] = np.rint(through - before).astype(int)
+    return found
 
 
 # ---- prompts of samples

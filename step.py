@@ -125,13 +125,17 @@ def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
 
         grad_fn = jax.value_and_grad(objective, has_aux=True)
         (_, (sums, counts)), grads = grad_fn(_trained(params, table))
-        return sums, counts, _f32(_shard_like_moments(grads, table))
+        return (sums, counts, _f32(_shard_like_moments(grads, table))), None
 
-    return _sum_over_microbatches(microbatch_grads, (batch, options), cfg.grad_accum_steps)
+    total, _ = _sum_over_microbatches(microbatch_grads, (batch, options), cfg.grad_accum_steps)
+    return total
 
 
 def _sum_over_microbatches(f, batch, A):
-    """The sums of f(microbatch) over A microbatches of a batch, computed one after the other."""
+    """(sum, values of the rows) over A microbatches of a batch, computed one after the other.
+
+    f(microbatch): (what to sum, arrays with an entry for each row), both any trees.
+    """
     if A == 1:
         return f(batch)
 
@@ -140,14 +144,18 @@ def _sum_over_microbatches(f, batch, A):
         # consecutive rows, and so a part of every microbatch.
         return jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0)
 
+    def join(x):
+        return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
+
     def add(total, microbatch):
-        return jax.tree.map(jnp.add, total, f(microbatch)), None
+        sums, values = f(microbatch)
+        return jax.tree.map(jnp.add, total, sums), values
 
     microbatches = jax.tree.map(split, batch)
-    shapes = jax.eval_shape(f, jax.tree.map(lambda x: x[0], microbatches))
+    shapes, _ = jax.eval_shape(f, jax.tree.map(lambda x: x[0], microbatches))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-    total, _ = jax.lax.scan(add, zeros, microbatches)
-    return total
+    total, values = jax.lax.scan(add, zeros, microbatches)
+    return total, jax.tree.map(join, values)
 
 
 # ---- learning rate
@@ -220,16 +228,19 @@ def make_optimizer(cfg, table):
 # ---- evaluation
 
 def eval_step(params, batch, cfg, loss_fn):
-    """{name: (sum, count)} of one batch.
+    """{name: (sum, count)} of one batch; of a loss that returns values per example, a dict after
+    sums and counts, (that, the dict).
 
     The batch is split into cfg.grad_accum_steps microbatches: with the cfg and the batch of
     train_step, an evaluation needs no more memory than a step.
     """
     def microbatch_sums(microbatch):
-        return loss_fn(params, microbatch, cfg)
+        sums, counts, *examples = loss_fn(params, microbatch, cfg)
+        return (sums, counts), examples
 
-    sums, counts = _sum_over_microbatches(microbatch_sums, batch, cfg.grad_accum_steps)
-    return {name: (sums[name], counts[name]) for name in sums}
+    (sums, counts), examples = _sum_over_microbatches(microbatch_sums, batch, cfg.grad_accum_steps)
+    pairs = {name: (sums[name], counts[name]) for name in sums}
+    return (pairs, *examples) if examples else pairs
 
 
 def evaluate(eval_fn, params, batches, stopped=lambda: False):

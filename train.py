@@ -15,6 +15,7 @@ import functools
 import gc
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -82,7 +83,9 @@ TEXT = {
     # "trained", "lr_mult", "decay_mult" and "optimizer".
     "table": model.param_table,
     # (params, batch, cfg) -> ({name: sum}, {name: count}); the mean of "objective" is minimized.
-    # A loss with an argument train_keys=None gets a random key for each row, in training only
+    # A loss with an argument train_keys=None gets a random key for each row, in training only. For
+    # values per example a loss has an argument examples=False. With True it also returns a dict
+    # {name: array with an entry for each row}
     "loss": model.loss_fn,
     # (cfg) -> {name: (shape, dtype, partition spec)} of a batch
     "batch": model.batch_shapes,
@@ -92,7 +95,9 @@ TEXT = {
     #   "batch": (step, rows) -> {name: these rows of the batch}, None while the data is missing;
     #       of validation data (index, rows, batch_size) -> {name: these rows of the batch},
     #   "fingerprint": a text that must not change between a run and its resumption,
-    #   "summary": optional, a text to print}.
+    #   "summary": optional, a text to print,
+    #   "examples": optional, of validation data (index, batch_size, dict of the loss) -> {"id" and
+    #       other names: arrays with an entry for each example of the batch that is not padding}}.
     # Sources of data.open_text and of tests/recipes/windows.py have more keys. A validation set ""
     # whose data comes later has "source_at" instead: step -> source, None while it is missing.
     "open": data.open_text,
@@ -877,8 +882,10 @@ def step_args(setup):
                              "train_keys=None and pass it on")
         return value
 
-    return (cfg, setup["mesh"], setup["table"], task["loss"], task["init"], setup["batch"],
-            override, evaluation_of(setup))
+    # Optional: values per example.
+    loss = partial(task["loss"], examples=True) if cfg.examples_file else task["loss"]
+    return (cfg, setup["mesh"], setup["table"], loss, task["init"], setup["batch"], override,
+            evaluation_of(setup))
 
 
 def data_position(run, step):
@@ -1136,7 +1143,11 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     def eval_with_hooks(name, params, batch):
         bar.update()
         sums = eval_step(params, batch)
-        row = {"set": name, "params": params, "batch": batch, "sums": sums}
+        examples = {}
+        # Optional: values per example.
+        if cfg.examples_file:
+            sums, examples = sums
+        row = {"set": name, "params": params, "batch": batch, "sums": sums, "examples": examples}
         return run_hooks(setup["hooks"], "eval_batch", row)["sums"]
 
     # The sums of each set.
@@ -2063,8 +2074,8 @@ def is_user_error(error):
 #
 # The optional sections, in this order: rows from Python, best checkpoint, branches of a run,
 # validation data that comes later, exports during a run, dynamic sources of parameters, Hugging
-# Face weights, modes without a loop, memory estimates, hooks from files, logs of all processes,
-# profiler, plot, trackers. Then the observers that run.
+# Face weights, modes without a loop, values per example, memory estimates, hooks from files, logs
+# of all processes, profiler, plot, trackers. Then the observers that run.
 
 
 # ---- rows from Python
@@ -2335,6 +2346,9 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         val_data = open_data(task, cfg, ("val",))["val"]
         if not val_data:
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves no data; set --val_data")
+        # Optional: values per example.
+        if cfg.examples_file:
+            setup = setup | {"hooks": (*hooks, examples_writer(setup, val_data))}
 
     # Compile, and check that everything fits into memory.
     with steplib.explain_oom(partial(memory_advice, setup)):
@@ -2422,6 +2436,42 @@ def tokenize_data(cfg, task):
     config.validate(cfg, None)
     print_data_summary(open_data(task, cfg, ("train", "val")), print, with_examples=True)
     return {"step": 0, "reason": "data", "exit_code": 0}
+
+
+# ---- values per example
+
+def examples_writer(setup, val_data):
+    """A hook that collects the values per example of an evaluation, and at its end writes them to
+    cfg.examples_file, ordered by id. The values of a batch leave the device when it is done.
+    """
+    cfg = evaluation_of(setup)["cfg"]
+    has_values = "examples" in inspect.signature(setup["task"]["loss"]).parameters
+    if not has_values or not all("examples" in source for source in val_data.values()):
+        raise ValueError(f"examples_file {cfg.examples_file}: this task gives no values per "
+                         "example; leave it out")
+    found = {name: [] for name in val_data}  # those of the batches of each set
+
+    def collect(event, row):
+        if event == "eval_batch" and is_main():
+            batches = found[row["set"]]
+            batches.append(val_data[row["set"]]["examples"](
+                len(batches), cfg.batch_size, jax.device_get(row["examples"])))
+        if event == "end" and is_main():
+            write_examples(cfg.examples_file, found)
+
+    return collect
+
+
+def write_examples(path, found):
+    """Write examples as JSON lines. found: {name of a set: [{name: array} of each batch]}."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        for name, batches in found.items():
+            columns = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
+            for i in columns["id"].argsort():
+                row = {"set": name} if name else {}
+                row |= {key: x[i] for key, x in columns.items()}
+                file.write(ckpt.json_line(row) + "\n")
 
 
 # ---- memory estimates
