@@ -2145,36 +2145,35 @@ def _show_labels(ids, is_label, tokenizer):
 
 # ---- values per example
 
-def examples_in(dataset, index, batch_size, values):
+def examples_in(dataset, index, values):
     """{"id", "n_labels", "nats", "bytes": arrays} of the examples with a label in evaluation batch
     `index`. An example is a document where documents are packed, otherwise a sequence; its id is
     its index in the dataset.
 
-    values: {"nats": the loss of each position [batch_size, seq_len]}. bytes: of the text of the
-    labels, a bos or eos is one; absent where bytes_per_token is None. They are interpolated where a
-    piece of text is cut, or the tokenizer has a bos.
+    values: {"nats": the loss of each position [rows, seq_len]}. bytes: of the text of the labels; a
+    bos or eos is one byte. Absent where bytes_per_token is None. Interpolated where a piece of text
+    is cut, or the tokenizer has a bos.
     """
+    batch_size, T = values["nats"].shape
     batch = eval_batch_at(dataset, index, batch_size)
     rows, _ = eval_examples_at(index, batch_size, dataset["n"])
-    shard = dataset["shards"][0]  # of text it is the only one
-    is_packed = "spans" in shard
-    # The sequence of each position, or the span.
-    numbers = np.broadcast_to(rows[:, None], batch["labels"].shape)
-    if is_packed:
-        numbers = shard["row_bounds"][numbers] + batch["segments"] - 1
-
+    shard = dataset["shards"][0]  # the only one of a text
+    # Add up the labels of each sequence, or of each span.
     is_label = batch["labels"] != IGNORE
-    ids, index_of, n_labels = np.unique(numbers[is_label], return_inverse=True, return_counts=True)
+    numbers = np.repeat(rows, is_label.sum(axis=1))
+    if "spans" in shard:
+        numbers = shard["row_bounds"][numbers] + batch["segments"][is_label] - 1
+    ids, index_of, n_labels = np.unique(numbers, return_inverse=True, return_counts=True)
     nats = np.bincount(index_of, values["nats"][is_label])
-    starts = ids * batch["labels"].shape[1]
-    if is_packed:
+
+    # The token before the first label of each.
+    starts = ids * T + shard["token_offset"]
+    if "spans" in shard:
         starts = shard["spans"][ids, 0]
         ids = np.searchsorted(shard["documents"][:, 0], starts, side="right") - 1
     found = {"id": ids, "n_labels": n_labels, "nats": nats}
     if bytes_per_token(dataset):
-        # Bytes from the token before the labels to the one before the last label: both are one byte
-        # where a document ends.
-        starts = starts + shard["token_offset"]
+        # From that token to the one before the last label: around a text, both are one byte.
         before, through = np.interp([starts, starts + n_labels], *shard["bytes_at"].T)
         found["bytes"] = np.rint(through - before).astype(int)
     return found

@@ -383,9 +383,7 @@ def loss_fn(params, batch, cfg, train_keys=None, examples=False):
     # Optional: document mask, the fraction of padding, and the number of keys that a query sees.
     if "segments" in batch and "positions" in batch:
         sums, counts = _add_document_sums(sums, counts, batch, cfg)
-    if examples:
-        return sums, counts, {"nats": nats_BT}
-    return sums, counts
+    return (sums, counts, {"nats": nats_BT}) if examples else (sums, counts)
 
 
 def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, with_nats=False):
@@ -1375,11 +1373,9 @@ _tiled_sums.defvjp(_tiled_fwd, _tiled_bwd, symbolic_zeros=True)
 
 def _sums_and_nats(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
     """_loss_sums with_nats, from the logits of one tile at a time."""
-    def tile_sums(tile):
-        return _loss_sums(unembed_DV, *tile, cfg, with_nats=True)
-
     tiles = jax.tree.map(lambda x: split_tiles(x, n_tiles), (x_BTD, labels_BT, weights_BT))
-    sums, nats = jax.lax.map(tile_sums, tiles)
+    sums, nats = jax.lax.map(
+        lambda tile: _loss_sums(unembed_DV, *tile, cfg, with_nats=True), tiles)
     return jax.tree.map(lambda x: x.sum(axis=0), sums), join_tiles(nats)
 
 

@@ -51,7 +51,7 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
 
     # Optional: random keys of the rows, for a loss that takes them.
     options = {}
-    if takes_train_keys(loss_fn):
+    if takes(loss_fn, "train_keys"):
         options["train_keys"] = make_train_keys(state["step"], batch, cfg.seed)
 
     # Sum the loss and its gradient over the microbatches.
@@ -127,14 +127,13 @@ def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
         (_, (sums, counts)), grads = grad_fn(_trained(params, table))
         return (sums, counts, _f32(_shard_like_moments(grads, table))), None
 
-    total, _ = _sum_over_microbatches(microbatch_grads, (batch, options), cfg.grad_accum_steps)
-    return total
+    return _sum_over_microbatches(microbatch_grads, (batch, options), cfg.grad_accum_steps)[0]
 
 
 def _sum_over_microbatches(f, batch, A):
-    """(sum, values of the rows) over A microbatches of a batch, computed one after the other.
+    """f of A microbatches of a batch, one after the other: (sums, values of the rows).
 
-    f(microbatch): (what to sum, arrays with an entry for each row), both any trees.
+    f(microbatch): (a tree to add up, a tree of arrays with an entry for each row, or None).
     """
     if A == 1:
         return f(batch)
@@ -144,9 +143,6 @@ def _sum_over_microbatches(f, batch, A):
         # consecutive rows, and so a part of every microbatch.
         return jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0)
 
-    def join(x):
-        return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
-
     def add(total, microbatch):
         sums, values = f(microbatch)
         return jax.tree.map(jnp.add, total, sums), values
@@ -155,7 +151,8 @@ def _sum_over_microbatches(f, batch, A):
     shapes, _ = jax.eval_shape(f, jax.tree.map(lambda x: x[0], microbatches))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
     total, values = jax.lax.scan(add, zeros, microbatches)
-    return total, jax.tree.map(join, values)
+    # Values get the order of the batch again.
+    return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), values)
 
 
 # ---- learning rate
@@ -534,13 +531,13 @@ def _check_names(sums, own_metrics):
         raise ValueError(f"loss: sums named {reserved}: these names are reserved; rename them")
 
 
-def takes_train_keys(loss_fn):
-    """Whether a loss has the argument train_keys.
+def takes(loss_fn, argument):
+    """Whether a loss has this argument.
 
-    Such a loss is called as loss_fn(params, batch, cfg, train_keys=keys) in training, with the
-    result of make_train_keys, and without it in evaluation.
+    One with train_keys is called as loss_fn(params, batch, cfg, train_keys=keys) in training, with
+    the result of make_train_keys, and without it in evaluation.
     """
-    return "train_keys" in inspect.signature(loss_fn).parameters
+    return argument in inspect.signature(loss_fn).parameters
 
 
 def make_train_keys(step, batch, seed):

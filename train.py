@@ -15,7 +15,6 @@ import functools
 import gc
 import importlib.metadata
 import importlib.util
-import inspect
 import json
 import math
 import os
@@ -96,7 +95,7 @@ TEXT = {
     #       of validation data (index, rows, batch_size) -> {name: these rows of the batch},
     #   "fingerprint": a text that must not change between a run and its resumption,
     #   "summary": optional, a text to print,
-    #   "examples": optional, of validation data (index, batch_size, dict of the loss) -> {"id" and
+    #   "examples": optional, of validation data (index, the dict of the loss) -> {"id" and
     #       other names: arrays with an entry for each example of the batch that is not padding}}.
     # Sources of data.open_text and of tests/recipes/windows.py have more keys. A validation set ""
     # whose data comes later has "source_at" instead: step -> source, None while it is missing.
@@ -876,7 +875,7 @@ def step_args(setup):
     def override(name, value):
         value = run_hooks(setup["hooks"], name, value)
         is_dropped = bool(cfg.dropout) and cfg.mode in ("train", "plan")
-        if name == "loss_fn" and is_dropped and not steplib.takes_train_keys(value):
+        if name == "loss_fn" and is_dropped and not steplib.takes(value, "train_keys"):
             raise ValueError(f"dropout {cfg.dropout}: the loss takes no train_keys, so it would "
                              "drop nothing; set it to 0, or give the loss the argument "
                              "train_keys=None and pass it on")
@@ -1142,12 +1141,10 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
 
     def eval_with_hooks(name, params, batch):
         bar.update()
-        sums = eval_step(params, batch)
-        examples = {}
+        row = {"set": name, "params": params, "batch": batch, "sums": eval_step(params, batch)}
         # Optional: values per example.
         if cfg.examples_file:
-            sums, examples = sums
-        row = {"set": name, "params": params, "batch": batch, "sums": sums, "examples": examples}
+            row["sums"], row["examples"] = row["sums"]
         return run_hooks(setup["hooks"], "eval_batch", row)["sums"]
 
     # The sums of each set.
@@ -2348,7 +2345,8 @@ def run_saved(cfg, task, hooks, state=None, params=None):
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves no data; set --val_data")
         # Optional: values per example.
         if cfg.examples_file:
-            setup = setup | {"hooks": (*hooks, examples_writer(setup, val_data))}
+            setup = setup | {"hooks": (
+                *hooks, examples_writer(cfg.examples_file, task["loss"], val_data))}
 
     # Compile, and check that everything fits into memory.
     with steplib.explain_oom(partial(memory_advice, setup)):
@@ -2440,24 +2438,22 @@ def tokenize_data(cfg, task):
 
 # ---- values per example
 
-def examples_writer(setup, val_data):
-    """A hook that collects the values per example of an evaluation, and at its end writes them to
-    cfg.examples_file, ordered by id. The values of a batch leave the device when it is done.
+def examples_writer(path, loss, val_data):
+    """A hook that collects the values per example of an evaluation on the host, and at its end
+    writes them as JSON lines. The examples of a set are in the order of their ids.
     """
-    cfg = evaluation_of(setup)["cfg"]
-    has_values = "examples" in inspect.signature(setup["task"]["loss"]).parameters
+    has_values = steplib.takes(loss, "examples")
     if not has_values or not all("examples" in source for source in val_data.values()):
-        raise ValueError(f"examples_file {cfg.examples_file}: this task gives no values per "
-                         "example; leave it out")
-    found = {name: [] for name in val_data}  # those of the batches of each set
+        raise ValueError(f"examples_file {path}: this task has no such values; leave it out")
+    found = {name: [] for name in val_data}  # values of each batch
 
     def collect(event, row):
         if event == "eval_batch" and is_main():
             batches = found[row["set"]]
-            batches.append(val_data[row["set"]]["examples"](
-                len(batches), cfg.batch_size, jax.device_get(row["examples"])))
+            values_of = val_data[row["set"]]["examples"]
+            batches.append(values_of(len(batches), jax.device_get(row["examples"])))
         if event == "end" and is_main():
-            write_examples(cfg.examples_file, found)
+            write_examples(path, found)
 
     return collect
 
@@ -2469,8 +2465,7 @@ def write_examples(path, found):
         for name, batches in found.items():
             columns = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
             for i in columns["id"].argsort():
-                row = {"set": name} if name else {}
-                row |= {key: x[i] for key, x in columns.items()}
+                row = {"set": name} | {key: x[i] for key, x in columns.items()}
                 file.write(ckpt.json_line(row) + "\n")
 
 

@@ -412,12 +412,12 @@ def open_val(days, day_of, cfg):
         found["label"] = np.where(positions < n, found["label"], -1)
         return found
 
-    def examples(index, batch_size, values):
+    def examples(index, values):
         """The values per example of a batch. An id is an index into all files, joined."""
-        rows = np.arange(batch_size)
-        positions = positions_of(index, rows, batch_size)
+        rows = np.arange(len(values["logit"]))
+        positions = positions_of(index, rows, len(rows))
         is_real = positions < n  # not padding
-        found = {name: x[is_real] for name, x in batch(index, rows, batch_size).items()}
+        found = {name: x[is_real] for name, x in batch(index, rows, len(rows)).items()}
         logit = np.float64(values["logit"][is_real])
         return {"id": ids[positions[is_real]], "label": found["label"],
                 "score": 1 / (1 + np.exp(-logit)), "group": found["group"].view("<u8")[:, 0]}
