@@ -1343,8 +1343,8 @@ def require(module, user):
 
 # ---- optional
 # Mixtures, document mask, packing, token files, rows of token ids, prompts and chats, summaries,
-# examples, values per example, prompts of samples, file formats, rows from Python, tokenizers, names
-# on the Hub. A section can be deleted together with the few lines that call it.
+# examples, values per example, prompts of samples, file formats, rows from Python, tokenizers,
+# names on the Hub. A section can be deleted together with the few lines that call it.
 
 # ---- mixtures
 
@@ -2172,9 +2172,12 @@ def examples_in(dataset, index, values):
         starts = shard["spans"][ids, 0]
         ids = np.searchsorted(shard["documents"][:, 0], starts, side="right") - 1
     found = {"id": ids, "n_labels": n_labels, "nats": nats}
-    if bytes_per_token(dataset):
-        # From that token to the one before the last label: around a text, both are one byte.
-        before, through = np.interp([starts, starts + n_labels], *shard["bytes_at"].T)
+    if "documents" in shard and "ignored" not in shard:
+        # From that token to the one before the last label: around a text, both are one byte. Only
+        # the points around them are read: there is one for each document of the data.
+        tokens = np.stack([starts, starts + n_labels])
+        after = np.searchsorted(shard["bytes_at"][:, 0], tokens, side="right")
+        before, through = np.interp(tokens, *shard["bytes_at"][np.union1d(after - 1, after)].T)
         found["bytes"] = np.rint(through - before).astype(int)
     return found
 

@@ -1374,8 +1374,7 @@ _tiled_sums.defvjp(_tiled_fwd, _tiled_bwd, symbolic_zeros=True)
 def _sums_and_nats(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
     """_loss_sums with_nats, from the logits of one tile at a time."""
     tiles = jax.tree.map(lambda x: split_tiles(x, n_tiles), (x_BTD, labels_BT, weights_BT))
-    sums, nats = jax.lax.map(
-        lambda tile: _loss_sums(unembed_DV, *tile, cfg, with_nats=True), tiles)
+    sums, nats = jax.lax.map(lambda tile: _loss_sums(unembed_DV, *tile, cfg, True), tiles)
     return jax.tree.map(lambda x: x.sum(axis=0), sums), join_tiles(nats)
 
 

@@ -2345,8 +2345,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves no data; set --val_data")
         # Optional: values per example.
         if cfg.examples_file:
-            setup = setup | {"hooks": (
-                *hooks, examples_writer(cfg.examples_file, task["loss"], val_data))}
+            setup = setup | {"hooks": (*hooks, examples_writer(cfg, task["loss"], val_data))}
 
     # Compile, and check that everything fits into memory.
     with steplib.explain_oom(partial(memory_advice, setup)):
@@ -2438,13 +2437,13 @@ def tokenize_data(cfg, task):
 
 # ---- values per example
 
-def examples_writer(path, loss, val_data):
+def examples_writer(cfg, loss, val_data):
     """A hook that collects the values per example of an evaluation on the host, and at its end
-    writes them as JSON lines. The examples of a set are in the order of their ids.
+    writes them to cfg.examples_file. loss, val_data: those of the task.
     """
-    has_values = steplib.takes(loss, "examples")
-    if not has_values or not all("examples" in source for source in val_data.values()):
-        raise ValueError(f"examples_file {path}: this task has no such values; leave it out")
+    is_given = [steplib.takes(loss, "examples"), *("examples" in x for x in val_data.values())]
+    if not all(is_given):
+        raise ValueError("examples_file: this task has no values per example; leave it out")
     found = {name: [] for name in val_data}  # values of each batch
 
     def collect(event, row):
@@ -2453,13 +2452,15 @@ def examples_writer(path, loss, val_data):
             values_of = val_data[row["set"]]["examples"]
             batches.append(values_of(len(batches), jax.device_get(row["examples"])))
         if event == "end" and is_main():
-            write_examples(path, found)
+            write_examples(cfg.examples_file, found)
 
     return collect
 
 
 def write_examples(path, found):
-    """Write examples as JSON lines. found: {name of a set: [{name: array} of each batch]}."""
+    """Write examples as JSON lines, set after set, in the order of their ids. found: {name of a set:
+    [{name: array} of each batch]}.
+    """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         for name, batches in found.items():

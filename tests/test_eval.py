@@ -238,7 +238,7 @@ def test_the_values_of_each_text_are_those_of_numpy(changes, tiny, tmp_path):
 def test_a_task_without_values_per_example_is_refused(tiny):
     """Its loss takes no `examples`, or its source has none.
 
-    Break: train.py: if not has_values or not all( => if not all(
+    Break: train.py: if not all(is_given): => if not any(is_given):
     """
     def open_without(parts, cfg):
         opened = data.open_text(parts, cfg)
@@ -246,7 +246,7 @@ def test_a_task_without_values_per_example_is_refused(tiny):
         return opened
 
     for task in (UNIGRAM, train.TEXT | {"open": open_without}):
-        with pytest.raises(ValueError, match="examples_file e.jsonl: this task has no such values"):
+        with pytest.raises(ValueError, match="examples_file: this task has no values per example"):
             train.main(tiny(mode="eval", examples_file="e.jsonl"), (), task, params={})
 
 
