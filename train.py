@@ -2458,8 +2458,9 @@ def examples_writer(cfg, loss, val_data):
 
 
 def write_examples(path, found):
-    """Write examples as JSON lines, set after set, in the order of their ids. found: {name of a set:
-    [{name: array} of each batch]}.
+    """Write examples as JSON lines, those of each set in the order of their ids.
+
+    found: {name of a set: [{name: array} of each batch]}.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
