@@ -285,6 +285,8 @@ class Config:
     eval_batches: NonNegInt = 40
     # sequences per batch of an evaluation, without microbatches; 0: batches as in training
     eval_batch_size: NonNegInt = 0
+    # file to write the values per example of mode eval to, as .jsonl; empty: none
+    examples_file: str = ""
     # interval between checkpoints, as 250, 1epoch or 250,10m; 0: only at the end. A checkpoint that
     # a time like 10m made is deleted when the next one exists, unless keep_period keeps it
     save_every: Interval = 250
@@ -1095,6 +1097,7 @@ def _unused_errors(cfg):
 
     unused("mode", cfg.mode not in READ_MODES, "checkpoint")
     unused("mode", cfg.mode != "sample", "samples_file")
+    unused("mode", cfg.mode != "eval", "examples_file")
     unused("n_experts", not cfg.n_experts,
            "experts_per_token", "capacity_factor", "router_balance", "router_z")
     unused("coordinator", cfg.coordinator in ("", "auto"), "n_processes", "process_id")

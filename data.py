@@ -324,6 +324,7 @@ def open_text(parts, cfg):
         "fingerprint": a text that differs when the tokens do,
         "summary": a text to print,
         "preview": () -> documents to print, see show_examples,
+        "examples": of validation data, the values per example of a batch, see examples_in,
         "bytes_per_token": number, or None when unknown,
         "prompt": () -> ids at the beginning of a sample}.
     cfg: any object with the fields under "data" in config.py, and batch_size, eval_batches,
@@ -382,6 +383,7 @@ def _make_source(dataset, build_batch, cfg, tokenizer):
         "fingerprint": fingerprint(dataset),
         "summary": describe(dataset),  # optional: summaries
         "preview": lambda: show_examples(dataset, tokenizer),  # optional: examples
+        "examples": partial(examples_in, dataset),  # optional: values per example
         "bytes_per_token": bytes_per_token(dataset),
         "prompt": lambda: preview_prompt(dataset),  # optional: prompts of samples
     }
@@ -1341,8 +1343,8 @@ def require(module, user):
 
 # ---- optional
 # Mixtures, document mask, packing, token files, rows of token ids, prompts and chats, summaries,
-# examples, prompts of samples, file formats, rows from Python, tokenizers, names on the Hub. A
-# section can be deleted together with the few lines that call it.
+# examples, values per example, prompts of samples, file formats, rows from Python, tokenizers,
+# names on the Hub. A section can be deleted together with the few lines that call it.
 
 # ---- mixtures
 
@@ -2139,6 +2141,45 @@ def _show_labels(ids, is_label, tokenizer):
     if stop < len(ids):
         pieces.append(("...", False))
     return pieces
+
+
+# ---- values per example
+
+def examples_in(dataset, index, values):
+    """{"id", "n_labels", "nats", "bytes": arrays} of the examples with a label in evaluation batch
+    `index`. An example is a document where documents are packed, otherwise a sequence; its id is
+    its index in the dataset.
+
+    values: {"nats": the loss of each position [rows, seq_len]}. bytes: of the text of the labels; a
+    bos or eos is one byte. Absent where bytes_per_token is None. Interpolated where a piece of text
+    is cut, or the tokenizer has a bos.
+    """
+    batch_size, T = values["nats"].shape
+    batch = eval_batch_at(dataset, index, batch_size)
+    rows, _ = eval_examples_at(index, batch_size, dataset["n"])
+    shard = dataset["shards"][0]  # the only one of a text
+    # Add up the labels of each sequence, or of each span.
+    is_label = batch["labels"] != IGNORE
+    numbers = np.repeat(rows, is_label.sum(axis=1))
+    if "spans" in shard:
+        numbers = shard["row_bounds"][numbers] + batch["segments"][is_label] - 1
+    ids, index_of, n_labels = np.unique(numbers, return_inverse=True, return_counts=True)
+    nats = np.bincount(index_of, values["nats"][is_label])
+
+    # The token before the first label of each.
+    starts = ids * T + shard["token_offset"]
+    if "spans" in shard:
+        starts = shard["spans"][ids, 0]
+        ids = np.searchsorted(shard["documents"][:, 0], starts, side="right") - 1
+    found = {"id": ids, "n_labels": n_labels, "nats": nats}
+    if "documents" in shard and "ignored" not in shard:
+        # From that token to the one before the last label: around a text, both are one byte. Only
+        # the points around them are read: there is one for each document of the data.
+        tokens = np.stack([starts, starts + n_labels])
+        after = np.searchsorted(shard["bytes_at"][:, 0], tokens, side="right")
+        before, through = np.interp(tokens, *shard["bytes_at"][np.union1d(after - 1, after)].T)
+        found["bytes"] = np.rint(through - before).astype(int)
+    return found
 
 
 # ---- prompts of samples

@@ -359,7 +359,7 @@ def _rotate(x, attn_inputs, cfg):
 
 # ---- loss
 
-def loss_fn(params, batch, cfg, train_keys=None):
+def loss_fn(params, batch, cfg, train_keys=None, examples=False):
     """Sums and counts over the positions with a label: ({name: sum}, {name: count}).
 
     batch has "tokens" and "labels" [B, T]; labels of IGNORE are not counted. "objective" is
@@ -372,6 +372,7 @@ def loss_fn(params, batch, cfg, train_keys=None):
     whole sum to sums["objective"] here.
 
     train_keys: in training, a random key for each row [B], for dropout; None in evaluation.
+    examples: return a third dict, {"nats": the loss of each position [B, T]}; has no gradient.
     """
     x_BTD, unembed_DV, router_stats = hidden_states(params, batch, cfg, train_keys)
     labels_BT = batch["labels"]
@@ -381,7 +382,9 @@ def loss_fn(params, batch, cfg, train_keys=None):
     # Large logits are computed tile by tile, so that they never exist all at once. _tiled_sums
     # calls _loss_sums for each tile, so that a new term there is seen here too.
     n_tiles = count_tiles(*labels_BT.shape, cfg)
-    if n_tiles > 1:
+    if examples:  # optional: values per example
+        sums, nats_BT = _sums_and_nats(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles)
+    elif n_tiles > 1:
         sums = _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles)
     else:
         sums = _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg)
@@ -395,11 +398,12 @@ def loss_fn(params, batch, cfg, train_keys=None):
     # Optional: document mask, the fraction of padding, and the number of keys that a query sees.
     if "segments" in batch and "positions" in batch:
         sums, counts = _add_document_sums(sums, counts, batch, cfg)
-    return sums, counts
+    return (sums, counts, {"nats": nats_BT}) if examples else (sums, counts)
 
 
-def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
-    """The sums of loss_fn without the router's, from all logits at once.
+def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, with_nats=False):
+    """The sums of loss_fn without the router's, from all logits at once; with_nats: (sums, the loss
+    of each position [B, T]).
 
     Source: z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
@@ -422,8 +426,9 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
 
         # The objective has the weights of cfg.loss_norm. All terms are masked below.
         terms = {"objective": objective_BT * weights_BT, "loss": nll_BT, "z": z_BT, "acc": acc_BT}
-        return {name: jnp.where(mask_BT, term_BT, 0).sum(dtype=jnp.float32)
+        sums = {name: jnp.where(mask_BT, term_BT, 0).sum(dtype=jnp.float32)
                 for name, term_BT in terms.items()}
+        return (sums, jnp.where(mask_BT, nll_BT, 0)) if with_nats else sums
 
 
 def _logits(x_BTD, unembed_DV, cfg, f32_out=True):
@@ -968,8 +973,8 @@ def flops_per_token(cfg, seq_len, keys=None):
 #
 # One section for each optional feature: helpers of several sections, choice of the attention
 # kernel, generation, layers that differ, rotary scaling, dropout, label smoothing, document mask,
-# rematerialization, memory flags, loss in tiles, MLP in tiles, attention by blocks, attention by
-# cuDNN, attention by Pallas, LoRA, experts, Hugging Face.
+# rematerialization, memory flags, loss in tiles, values per example, MLP in tiles, attention by
+# blocks, attention by cuDNN, attention by Pallas, LoRA, experts, Hugging Face.
 
 
 # ---- helpers of several sections
@@ -1486,6 +1491,15 @@ def _tiled_bwd(cfg, n_tiles, saved, cotangents):
 
 
 _tiled_sums.defvjp(_tiled_fwd, _tiled_bwd, symbolic_zeros=True)
+
+
+# ---- values per example
+
+def _sums_and_nats(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
+    """_loss_sums with_nats, from the logits of one tile at a time."""
+    tiles = jax.tree.map(lambda x: split_tiles(x, n_tiles), (x_BTD, labels_BT, weights_BT))
+    sums, nats = jax.lax.map(lambda tile: _loss_sums(unembed_DV, *tile, cfg, True), tiles)
+    return jax.tree.map(lambda x: x.sum(axis=0), sums), join_tiles(nats)
 
 
 # ---- MLP in tiles

@@ -51,7 +51,7 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
 
     # Optional: random keys of the rows, for a loss that takes them.
     options = {}
-    if takes_train_keys(loss_fn):
+    if takes(loss_fn, "train_keys"):
         options["train_keys"] = make_train_keys(state["step"], batch, cfg.seed)
 
     # Sum the loss and its gradient over the microbatches.
@@ -125,13 +125,16 @@ def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
 
         grad_fn = jax.value_and_grad(objective, has_aux=True)
         (_, (sums, counts)), grads = grad_fn(_trained(params, table))
-        return sums, counts, _f32(_shard_like_moments(grads, table))
+        return (sums, counts, _f32(_shard_like_moments(grads, table))), None
 
-    return _sum_over_microbatches(microbatch_grads, (batch, options), cfg.grad_accum_steps)
+    return _sum_over_microbatches(microbatch_grads, (batch, options), cfg.grad_accum_steps)[0]
 
 
 def _sum_over_microbatches(f, batch, A):
-    """The sums of f(microbatch) over A microbatches of a batch, computed one after the other."""
+    """f of A microbatches of a batch, one after the other: (sums, values of the rows).
+
+    f(microbatch): (a tree to add up, a tree of arrays with an entry for each row, or None).
+    """
     if A == 1:
         return f(batch)
 
@@ -141,13 +144,15 @@ def _sum_over_microbatches(f, batch, A):
         return jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0)
 
     def add(total, microbatch):
-        return jax.tree.map(jnp.add, total, f(microbatch)), None
+        sums, values = f(microbatch)
+        return jax.tree.map(jnp.add, total, sums), values
 
     microbatches = jax.tree.map(split, batch)
-    shapes = jax.eval_shape(f, jax.tree.map(lambda x: x[0], microbatches))
+    shapes, _ = jax.eval_shape(f, jax.tree.map(lambda x: x[0], microbatches))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-    total, _ = jax.lax.scan(add, zeros, microbatches)
-    return total
+    total, values = jax.lax.scan(add, zeros, microbatches)
+    # Values get the order of the batch again.
+    return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), values)
 
 
 # ---- learning rate
@@ -220,16 +225,19 @@ def make_optimizer(cfg, table):
 # ---- evaluation
 
 def eval_step(params, batch, cfg, loss_fn):
-    """{name: (sum, count)} of one batch.
+    """{name: (sum, count)} of one batch; of a loss that returns values per example, a dict after
+    sums and counts, (that, the dict).
 
     The batch is split into cfg.grad_accum_steps microbatches: with the cfg and the batch of
     train_step, an evaluation needs no more memory than a step.
     """
     def microbatch_sums(microbatch):
-        return loss_fn(params, microbatch, cfg)
+        sums, counts, *examples = loss_fn(params, microbatch, cfg)
+        return (sums, counts), examples
 
-    sums, counts = _sum_over_microbatches(microbatch_sums, batch, cfg.grad_accum_steps)
-    return {name: (sums[name], counts[name]) for name in sums}
+    (sums, counts), examples = _sum_over_microbatches(microbatch_sums, batch, cfg.grad_accum_steps)
+    pairs = {name: (sums[name], counts[name]) for name in sums}
+    return (pairs, *examples) if examples else pairs
 
 
 def evaluate(eval_fn, params, batches, stopped=lambda: False):
@@ -523,13 +531,13 @@ def _check_names(sums, own_metrics):
         raise ValueError(f"loss: sums named {reserved}: these names are reserved; rename them")
 
 
-def takes_train_keys(loss_fn):
-    """Whether a loss has the argument train_keys.
+def takes(loss_fn, argument):
+    """Whether a loss has this argument.
 
-    Such a loss is called as loss_fn(params, batch, cfg, train_keys=keys) in training, with the
-    result of make_train_keys, and without it in evaluation.
+    One with train_keys is called as loss_fn(params, batch, cfg, train_keys=keys) in training, with
+    the result of make_train_keys, and without it in evaluation.
     """
-    return "train_keys" in inspect.signature(loss_fn).parameters
+    return argument in inspect.signature(loss_fn).parameters
 
 
 def make_train_keys(step, batch, seed):

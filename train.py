@@ -82,7 +82,9 @@ TEXT = {
     # "trained", "lr_mult", "decay_mult" and "optimizer".
     "table": model.param_table,
     # (params, batch, cfg) -> ({name: sum}, {name: count}); the mean of "objective" is minimized.
-    # A loss with an argument train_keys=None gets a random key for each row, in training only
+    # A loss with an argument train_keys=None gets a random key for each row, in training only. For
+    # values per example a loss has an argument examples=False. With True it also returns a dict
+    # {name: array with an entry for each row}
     "loss": model.loss_fn,
     # (cfg) -> {name: (shape, dtype, partition spec)} of a batch
     "batch": model.batch_shapes,
@@ -92,7 +94,9 @@ TEXT = {
     #   "batch": (step, rows) -> {name: these rows of the batch}, None while the data is missing;
     #       of validation data (index, rows, batch_size) -> {name: these rows of the batch},
     #   "fingerprint": a text that must not change between a run and its resumption,
-    #   "summary": optional, a text to print}.
+    #   "summary": optional, a text to print,
+    #   "examples": optional, of validation data (index, the dict of the loss) -> {"id" and
+    #       other names: arrays with an entry for each example of the batch that is not padding}}.
     # Sources of data.open_text and of tests/recipes/windows.py have more keys. A validation set ""
     # whose data comes later has "source_at" instead: step -> source, None while it is missing.
     "open": data.open_text,
@@ -871,14 +875,16 @@ def step_args(setup):
     def override(name, value):
         value = run_hooks(setup["hooks"], name, value)
         is_dropped = bool(cfg.dropout) and cfg.mode in ("train", "plan")
-        if name == "loss_fn" and is_dropped and not steplib.takes_train_keys(value):
+        if name == "loss_fn" and is_dropped and not steplib.takes(value, "train_keys"):
             raise ValueError(f"dropout {cfg.dropout}: the loss takes no train_keys, so it would "
                              "drop nothing; set it to 0, or give the loss the argument "
                              "train_keys=None and pass it on")
         return value
 
-    return (cfg, setup["mesh"], setup["table"], task["loss"], task["init"], setup["batch"],
-            override, evaluation_of(setup))
+    # Optional: values per example.
+    loss = partial(task["loss"], examples=True) if cfg.examples_file else task["loss"]
+    return (cfg, setup["mesh"], setup["table"], loss, task["init"], setup["batch"], override,
+            evaluation_of(setup))
 
 
 def data_position(run, step):
@@ -1135,8 +1141,10 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
 
     def eval_with_hooks(name, params, batch):
         bar.update()
-        sums = eval_step(params, batch)
-        row = {"set": name, "params": params, "batch": batch, "sums": sums}
+        row = {"set": name, "params": params, "batch": batch, "sums": eval_step(params, batch)}
+        # Optional: values per example.
+        if cfg.examples_file:
+            row["sums"], row["examples"] = row["sums"]
         return run_hooks(setup["hooks"], "eval_batch", row)["sums"]
 
     # The sums of each set.
@@ -2063,8 +2071,8 @@ def is_user_error(error):
 #
 # The optional sections, in this order: rows from Python, best checkpoint, branches of a run,
 # validation data that comes later, exports during a run, dynamic sources of parameters, Hugging
-# Face weights, LoRA, modes without a loop, memory estimates, hooks from files, logs of all
-# processes, profiler, plot, trackers. Then the observers that run.
+# Face weights, LoRA, modes without a loop, values per example, memory estimates, hooks from files,
+# logs of all processes, profiler, plot, trackers. Then the observers that run.
 
 
 # ---- rows from Python
@@ -2374,6 +2382,9 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         val_data = open_data(task, cfg, ("val",))["val"]
         if not val_data:
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves no data; set --val_data")
+        # Optional: values per example.
+        if cfg.examples_file:
+            setup = setup | {"hooks": (*hooks, examples_writer(cfg, task["loss"], val_data))}
 
     # Compile, and check that everything fits into memory.
     with steplib.explain_oom(partial(memory_advice, setup)):
@@ -2461,6 +2472,42 @@ def tokenize_data(cfg, task):
     config.validate(cfg, None)
     print_data_summary(open_data(task, cfg, ("train", "val")), print, with_examples=True)
     return {"step": 0, "reason": "data", "exit_code": 0}
+
+
+# ---- values per example
+
+def examples_writer(cfg, loss, val_data):
+    """A hook that collects the values per example of an evaluation on the host, and at its end
+    writes them to cfg.examples_file. loss, val_data: those of the task.
+    """
+    is_given = [steplib.takes(loss, "examples"), *("examples" in x for x in val_data.values())]
+    if not all(is_given):
+        raise ValueError("examples_file: this task has no values per example; leave it out")
+    found = {name: [] for name in val_data}  # values of each batch
+
+    def collect(event, row):
+        if event == "eval_batch" and is_main():
+            batches = found[row["set"]]
+            values_of = val_data[row["set"]]["examples"]
+            batches.append(values_of(len(batches), jax.device_get(row["examples"])))
+        if event == "end" and is_main():
+            write_examples(cfg.examples_file, found)
+
+    return collect
+
+
+def write_examples(path, found):
+    """Write examples as JSON lines, those of each set in the order of their ids.
+
+    found: {name of a set: [{name: array} of each batch]}.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        for name, batches in found.items():
+            columns = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
+            for i in columns["id"].argsort():
+                row = {"set": name} | {key: x[i] for key, x in columns.items()}
+                file.write(ckpt.json_line(row) + "\n")
 
 
 # ---- memory estimates

@@ -2,6 +2,7 @@
 """The click model, against PyTorch's sparse updates and scikit-learn's AUC, and resumed."""
 import dataclasses
 import itertools
+import json
 import re
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from sklearn.metrics import roc_auc_score
 
+import data
 import model
 import step
 import train
@@ -288,6 +290,45 @@ def test_an_evaluation_in_microbatches_splits_few_groups(planted, tmp_path):
     cfg = dataclasses.replace(cfg, grad_accum_steps=4, eval_batch_size=32)
     whole = clicks.open_days(("val",), cfg)["val"][""]["batch"](0, np.arange(64))
     assert whole["user"][:, 0].tolist() == users[1][0]
+
+
+@pytest.mark.parametrize("changes", [
+    dict(batch_size=768), dict(batch_size=256, grad_accum_steps=4, dp=4, fsdp=2)], ids=str)
+def test_the_examples_of_an_evaluation_are_those_of_the_days(changes, planted, tmp_path):
+    """Each has its label, probability and group. Their AUC, and in one batch their grouped AUC, are
+    those of the evaluation.
+
+    Break: tests/recipes/clicks.py: end - len(order) + order for => order for
+    """
+    files = [tmp_path / f"days/day{i:03}.npz" for i in range(2)]
+    cfg = planted(2, 350, mode="eval", data=(), val_data=tuple(map(str, files)), **changes,
+                  examples_file=str(tmp_path / "examples.jsonl"))
+    days = [np.load(file) for file in files]
+    label, user, item = (np.concatenate([day[name] for day in days])
+                         for name in ("label", "user", "item"))
+    # The logit is in the middle of a bin, and depends on the item.
+    table = clicks.table(cfg)
+    params = {name: np.zeros(row["shape"], np.float32) for name, row in table.items()}
+    random = np.random.default_rng(0)
+    params["rows.item"][:, 0] = random.normal(size=2**12).round(1) + 0.005
+    row_of_item = data.hash64(item, np.uint64(1)) % np.uint64(2**12)
+    logit = params["rows.item"][row_of_item, 0].astype(np.float64)
+
+    summary = train.main(cfg, (), clicks.TASK, params=params)
+    lines = (tmp_path / "examples.jsonl").read_text().splitlines()
+    found = {name: [json.loads(line)[name] for line in lines]
+             for name in ("set", "id", "label", "score", "group")}
+    assert found["set"] == [""] * 700 and found["id"] == [*range(700)]
+    assert found["label"] == label.tolist() and found["group"] == user.tolist()
+    np.testing.assert_allclose(found["score"], 1 / (1 + np.exp(-logit)), rtol=1e-6)
+    label, score = np.array(found["label"]), np.array(found["score"])
+    assert summary["val_auc"] == pytest.approx(roc_auc_score(label, score), abs=1e-6)
+    if cfg.batch_size > 700:
+        groups = [user == u for u in np.unique(user)]
+        groups = [rows for rows in groups if len({*label[rows]}) == 2]
+        grouped = np.average([roc_auc_score(label[rows], score[rows]) for rows in groups],
+                             weights=[rows.sum() for rows in groups])
+        assert summary["val_group_auc"] == pytest.approx(grouped, abs=1e-6)
 
 
 @pytest.mark.parametrize("tables", [

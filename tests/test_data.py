@@ -744,6 +744,46 @@ def test_bytes_per_token(tmp_path):
     assert data.bytes_per_token(parts[0]) > 1.5 * data.bytes_per_token(parts[1])
 
 
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_examples_of_a_part(packing, tmp_path):
+    """In the second part of a split, ids are those of the part, and bytes those of its text.
+
+    Break: data.py: starts = ids * T + shard["token_offset"] => starts = ids * T
+    """
+    make_bpe().save(str(tmp_path / "t.json"))
+    ours = data.make_tokenizer(str(tmp_path / "t.json"))
+    texts = ["lower low lowest " * 9] * 20 + ["q w e r t z u " * 9] * 20
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    dataset = tokenized(path, tokenizer=ours, folder=tmp_path / "p", packing=packing, seq_len=150)
+    for part in data.split(dataset, 0.4):
+        n = part["n"]
+        found = data.examples_in(part, 0, {"nats": np.full((n + 3, 150), 0.5)})
+        n_examples = n if packing == "stream" else len(part["shards"][0]["documents"])
+        assert sorted(found["id"]) == [*range(n_examples)]
+        assert (found["nats"] == found["n_labels"] / 2).all()
+        n_bytes = found["n_labels"].sum() * data.bytes_per_token(part)
+        assert found["bytes"].sum() == pytest.approx(n_bytes, rel=0.02)
+
+
+def test_examples_of_token_files_and_prompts(tmp_path):
+    """Sequences are numbered over all files; documents without a label have no values.
+
+    Break: data.py: if "documents" in shard and "ignored" not in shard: => if "documents" in shard:
+    """
+    paths = [tmp_path / f"{name}.npy" for name in "ab"]
+    for path in paths:
+        np.save(path, np.arange(50, dtype=np.uint16))
+    prompts = [{"prompt": "p" * n, "completion": "c" * 5} for n in (3, 40, 2)]
+    path = write_rows(tmp_path / "p.jsonl", prompts)
+    for dataset, ids, n_labels in (
+            (data.open_dataset(paths, BYTES, {"seq_len": 20}), [*range(6)], [20, 20, 9] * 2),
+            (tokenized(path, folder=tmp_path / "p", packing="none", seq_len=30), [0, 2], [6, 6])):
+        T = dataset["seq_format"]["seq_len"]
+        found = data.examples_in(dataset, 0, {"nats": np.ones((8, T))})
+        assert found.keys() == {"id", "n_labels", "nats"}
+        assert found["id"].tolist() == ids and found["n_labels"].tolist() == n_labels
+
+
 @pytest.mark.parametrize("bos", [None, "<s>"])
 def test_a_text_that_brings_its_ends(bos, tmp_path):
     """A begin or end token in a text, pair or row of ids is the one that the document has anyway,

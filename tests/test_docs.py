@@ -65,9 +65,9 @@ FLAGS = {
 # Flags of train.py whose values name a mode, files, runs or packages.
 NAMING_FLAGS = {
     "--mode data", "--mode eval", "--mode export", "--mode plan", "--mode sample", "--branch_from",
-    "--checkpoint", "--chat", "--columns", "--config", "--data", "--export", "--help",
-    "--init_from", "--prompts", "--reload_every", "--samples_file", "--stop", "--tokenizer",
-    "--track", "--val_data"}
+    "--checkpoint", "--chat", "--columns", "--config", "--data", "--examples_file", "--export",
+    "--help", "--init_from", "--prompts", "--reload_every", "--samples_file", "--stop",
+    "--tokenizer", "--track", "--val_data"}
 
 # The config of each program that reads flags as train.py does.
 CONFIGS = {

@@ -19,6 +19,8 @@ import data
 import model
 import step as steplib
 import train
+from test_data import make_bpe, write_rows
+from test_model import as_f32, np_logits, random_params
 
 # ---- validation sets with names
 
@@ -160,6 +162,92 @@ def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys, m
     first = train.main(dataclasses.replace(cfg, eval_batches=1), task=UNIGRAM, params={"w": w})
     assert first["val_n_labels/prose"] == min(len(labels["prose"]), 16 * (size or 16))
     assert first["val_n_labels/code"] <= 16 * (size or 16) < len(labels["code"])
+
+
+# ---- values per example
+
+
+def np_nats(params, ids, cfg):
+    """The loss of each id but the first, in float64."""
+    logits, = np_logits(params, np.array([ids[:-1]]), cfg)
+    return np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(ids) - 1), ids[1:]]
+
+
+@pytest.mark.parametrize("changes", [
+    dict(packing="best_fit", padding_side="left", grad_accum_steps=2, logit_tiles=2),
+    dict(packing="none", dp=2, tp=2, sp=2, grad_accum_steps=4, logit_tiles=4),
+    dict(packing="stream", dp=4, fsdp=2, eval_batch_size=16),
+], ids=lambda changes: changes["packing"])
+def test_the_values_of_each_text_are_those_of_numpy(changes, tiny, tmp_path):
+    """Documents, or sequences of the stream, have the loss of float64, their labels and bytes, in
+    the order of the data. They add up to val_loss. Padding is not written. Hooks get the loss of
+    each position.
+
+    Break: step.py: lambda x: x.swapaxes(0, 1).reshape( => lambda x: x.reshape(
+    """
+    tok = make_bpe()
+    tok.save(str(tmp_path / "t.json"))
+    rng = np.random.default_rng(0)
+    texts, entries = {}, []
+    for name, n in (("web", 21), ("code", 9)):
+        texts[name] = [" ".join(rng.choice(["lower", "low", "löw est", "q"], size))
+                       for size in rng.integers(1, 5, n)]
+        rows = [{"text": text} for text in ("", *texts[name])]  # an empty one is no document
+        entries.append(f"{name}={write_rows(tmp_path / f'{name}.jsonl', rows)}")
+    cfg = tiny(mode="eval", data=(), val_data=tuple(entries), tokenizer=str(tmp_path / "t.json"),
+               examples_file=str(tmp_path / "new/examples.jsonl"), eval_batches=0, dtype="float32",
+               **dict(dp=1) | changes)
+    model_cfg = train.setup_run(cfg)["cfg"]
+    params = random_params(model_cfg)
+    shapes = set()
+
+    def watch(event, row):
+        if event == "eval_batch":
+            shapes.update((name, x.shape) for name, x in row["examples"].items())
+
+    summary = train.main(cfg, [watch], params=as_f32(params))
+    lines = (tmp_path / "new/examples.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    expected = []
+    eos, T = tok.token_to_id("<|endoftext|>"), cfg.seq_len
+    for name in texts:
+        ids = [[*tok.encode(text, add_special_tokens=False).ids, eos] for text in texts[name]]
+        n_bytes = [len(text.encode()) + 1 for text in texts[name]]
+        rows = [row for row in found if row["set"] == name]
+        if cfg.packing == "stream":
+            stream = np.concatenate([[eos], *ids])
+            for i, first in enumerate(range(1, len(stream), T)):
+                start = min(first - 1, len(stream) - 1 - T)
+                nats = np_nats(params, stream[start : start + T + 1], model_cfg)
+                expected.append((name, i, nats[first - 1 - start :]))
+            assert sum(row["bytes"] for row in rows) == pytest.approx(sum(n_bytes), abs=len(rows))
+            continue
+        for i, one in enumerate(ids):
+            expected.append((name, i, np_nats(params, [eos, *one][: T + 1], model_cfg)))
+            is_cut = len(one) > T
+            assert rows[i]["bytes"] < n_bytes[i] if is_cut else rows[i]["bytes"] == n_bytes[i]
+    assert [(row["set"], row["id"], row["n_labels"]) for row in found] == [
+        (name, i, len(nats)) for name, i, nats in expected]
+    np.testing.assert_allclose([row["nats"] for row in found],
+                               [nats.sum() for *_, nats in expected], rtol=1e-5)
+    mean = sum(row["nats"] for row in found) / sum(row["n_labels"] for row in found)
+    assert summary["val_loss"] == pytest.approx(mean, rel=1e-6)
+    assert shapes == {("nats", (cfg.eval_batch_size or cfg.batch_size, T))}
+
+
+def test_a_task_without_values_per_example_is_refused(tiny):
+    """Its loss takes no `examples`, or its source has none.
+
+    Break: train.py: if not all(is_given): => if not any(is_given):
+    """
+    def open_without(parts, cfg):
+        opened = data.open_text(parts, cfg)
+        del opened["val"][""]["examples"]
+        return opened
+
+    for task in (UNIGRAM, train.TEXT | {"open": open_without}):
+        with pytest.raises(ValueError, match="examples_file: this task has no values per example"):
+            train.main(tiny(mode="eval", examples_file="e.jsonl"), (), task, params={})
 
 
 # ---- batches of another size

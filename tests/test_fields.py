@@ -139,8 +139,8 @@ def prompts(cfg):
     return data.sample_prompts(cfg, data.make_tokenizer(cfg.tokenizer))
 
 
-def sampled_into(cfg):
-    """The files after mode sample."""
+def written_rows(cfg):
+    """The files after mode sample or eval."""
     train.main(cfg)
     return {*Path().glob("*.jsonl")}
 
@@ -318,12 +318,13 @@ FIELDS = {
     "log_all_processes": (True, observers_of_process_1, TINY | dict(coordinator="localhost:1")),
 
     "eval_batch_size": (24, loss, TINY),
+    "examples_file": ("examples.jsonl", written_rows, RUN | dict(mode="eval")),
     "save_end": (False, train.event_intervals, TINY),
     "watch": (("w",), optimizer, TINY | dict(log_every=1)),
 
     "chat": ("a", prompts, TINY | dict(tokenizer="chatty")),
     "prompts": ("lines.txt", prompts, TINY),
-    "samples_file": ("samples.jsonl", sampled_into, RUN | dict(mode="sample")),
+    "samples_file": ("samples.jsonl", written_rows, RUN | dict(mode="sample")),
     "temperature": (0.0, drawn, DRAWN),
     "top_k": (3, drawn, DRAWN),
     "top_p": (0.6, drawn, DRAWN),

@@ -26,8 +26,8 @@ FEATURES = [
     "loss in tiles", "MLP in tiles", "rotary scaling", "dropout", "label smoothing",
     "rematerialization", "attention by cuDNN, attention by Pallas", "attention by blocks",
     "document mask", "loss scaling for float16", "optimizer in host memory", "weight statistics",
-    "evaluation batches of another size", "mixtures", "examples", "names on the Hub",
-    "locks of buckets", "logs of all processes", "parameters in bfloat16"]
+    "evaluation batches of another size", "mixtures", "examples", "values per example",
+    "names on the Hub", "locks of buckets", "logs of all processes", "parameters in bfloat16"]
 
 # {feature: [(file, text, what stands there instead)]}, where a statement that uses a room does more
 # than that. All others become `pass`.
@@ -64,6 +64,12 @@ EDITS = {
     "examples": [
         ("data.py", '        "preview": lambda: show_examples(dataset, tokenizer),  '
          "# optional: examples\n", ""),
+    ],
+    "values per example": [
+        ("data.py", '        "examples": partial(examples_in, dataset),  '
+         "# optional: values per example\n", ""),
+        ("model.py", 'return (sums, counts, {"nats": nats_BT}) if examples else (sums, counts)',
+         "return sums, counts"),
     ],
     "names on the Hub": [
         ("data.py", "map(hub_path, map(str, patterns)):  # optional: names on the Hub",

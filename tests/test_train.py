@@ -1963,7 +1963,8 @@ def assert_close(actual, expected):
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(tiny, tmp_path):
-    """Losses, arrays, samples and the export agree up to float32 rounding.
+    """Losses, arrays, samples and the export agree up to float32 rounding. Values per example of
+    the same checkpoint are identical.
 
     Break: train.py: batch = source["batch"](0 if pinned else index, rows) =>
     batch = source["batch"](index, rows - rows.min())
@@ -1992,6 +1993,12 @@ def test_two_processes_train_like_one(tiny, tmp_path):
                           for c in (cfg, alone))
     assert_close(exported, expected)
     np.testing.assert_array_equal(exported["model.embed_tokens.weight"], saved["params/embed"])
+    flags = ["--mode", "eval", "--eval_batches", "0", "--examples_file"]
+    runs = two(cfg, *flags, f"{tmp_path}/two.jsonl")
+    assert train.cli(["--out_dir", cfg.out_dir, *flags, f"{tmp_path}/one.jsonl"]) == 0
+    assert [ended(*run)[0] for run in runs] == [0, 0]
+    examples = [(tmp_path / f"{name}.jsonl").read_text() for name in ("two", "one")]
+    assert examples[0] == examples[1] != ""
 
 
 @pytest.mark.slow

@@ -80,8 +80,11 @@ def table(cfg):
     return rows
 
 
-def loss(params, batch, cfg):
-    """Binary cross-entropy of a wide and deep model (Cheng et al. 2016, arXiv:1606.07792)."""
+def loss(params, batch, cfg, examples=False):
+    """Binary cross-entropy of a wide and deep model (Cheng et al. 2016, arXiv:1606.07792).
+
+    examples: return the logits too.
+    """
     features = [batch["dense"]]
     logit_B = 0.0
     for name in sizes(cfg):
@@ -108,7 +111,10 @@ def loss(params, batch, cfg):
     by_group = group_auc(batch["group"], label_B, logit_B)
     sums = {"objective": nll, "loss": nll, "by_score": by_score, "by_group": by_group}
     # A count of 0 makes a sum a total instead of a mean.
-    return sums, {"objective": n, "loss": n, "by_score": 0.0, "by_group": 0.0}
+    counts = {"objective": n, "loss": n, "by_score": 0.0, "by_group": 0.0}
+    if examples:
+        return sums, counts, {"logit": logit_B}
+    return sums, counts
 
 
 def batch_shapes(cfg):
@@ -381,11 +387,15 @@ def open_val(days, day_of, cfg):
     orders = [np.lexsort(day_of(files)["group"].T) for files in days]
     ends = np.cumsum([len(order) for order in orders])
     n = int(ends[-1])
+    ids = np.concatenate([end - len(order) + order for end, order in zip(ends, orders)])
 
-    def batch(index, rows, batch_size=cfg.batch_size):
+    def positions_of(index, rows, batch_size):
         # A step puts row b into microbatch b mod A. Give each microbatch neighbours.
         A = 1 if cfg.eval_batch_size else cfg.grad_accum_steps
-        positions = index * batch_size + (rows % A) * (batch_size // A) + rows // A
+        return index * batch_size + (rows % A) * (batch_size // A) + rows // A
+
+    def batch(index, rows, batch_size=cfg.batch_size):
+        positions = positions_of(index, rows, batch_size)
         # Read day by day, in ascending order of positions. Beyond the end repeat the last example.
         by_position = positions.argsort()
         ascending = np.minimum(positions[by_position], n - 1)
@@ -402,7 +412,17 @@ def open_val(days, day_of, cfg):
         found["label"] = np.where(positions < n, found["label"], -1)
         return found
 
-    return {"n": n, "batch": batch}
+    def examples(index, values):
+        """The values per example of a batch. An id is an index into all files, joined."""
+        rows = np.arange(len(values["logit"]))
+        positions = positions_of(index, rows, len(rows))
+        is_real = positions < n  # not padding
+        found = {name: x[is_real] for name, x in batch(index, rows, len(rows)).items()}
+        logit = np.float64(values["logit"][is_real])
+        return {"id": ids[positions[is_real]], "label": found["label"],
+                "score": 1 / (1 + np.exp(-logit)), "group": found["group"].view("<u8")[:, 0]}
+
+    return {"n": n, "batch": batch, "examples": examples}
 
 
 TASK = {"table": table, "loss": loss, "batch": batch_shapes, "open": open_days, "metrics": metrics}

@@ -234,7 +234,8 @@ def score(cfg, pairs, saved_sources):
     def all_log_probs(params, batch, cfg):
         return {"all": log_probs(params, batch, cfg)}, {"all": 1.0}
 
-    cfg = replace(cfg, eval_batch_size=0)  # eval_step gets the batches of training
+    # eval_step gets the batches of training.
+    cfg = replace(cfg, eval_batch_size=0, examples_file="")
     run = train.setup_run(cfg, TASK | {"loss": all_log_probs})
     sources = train.open_sources(run)
     texts = [source.get("summary", source["path"]) for source in sources]
