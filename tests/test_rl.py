@@ -21,6 +21,7 @@ from test_recipes import assert_same_arrays, kill_at, killed_and_resumed
 sys.path.insert(0, str(ROOT / "tests/recipes"))
 import rl
 
+SUMS = config.PRESETS["sums"] | {"dtype": "float32"}
 REWARDS = """
 import math
 
@@ -44,8 +45,8 @@ def test_answers_loss_and_gradient():
 
     Break: tests/recipes/rl.py: jnp.exp(log_ratio_BT) - log_ratio_BT - 1 => -log_ratio_BT
     """
-    cfg = rl.RlConfig(kl=0.3, inner_steps=2, dtype="float32", attention="xla")
-    cfg = config.derive_text(rl.update_config(cfg))
+    cfg = rl.RlConfig(**SUMS | dict(kl=0.3, inner_steps=2, attention="xla"))
+    cfg = config.derive_text(cfg)
     mesh = train.steplib.make_mesh(dataclasses.replace(cfg, fsdp=1), jax.devices()[:1])
     shapes = train.batch_structs({"batch": rl.batch_shapes}, cfg, mesh)
     task, hook = rl.make_task()
@@ -182,9 +183,10 @@ def test_chats_with_rewards_of_a_file(tiny, tmp_path, capsys):
     ("--reward {rewards}none", "data '': no prompt to train on"),
     ("--data {prompts} --reward {rewards}none --seq_len 30 --answer_tokens 29",
      "no prompt to train on"),
-    ("--answer_tokens 8", "answer_tokens 8: must be at most seq_len 7"),
-    ("--group_size 3", "group_size 3: must be at least 2, and divide batch_size 256"),
+    ("--config sums --answer_tokens 8", "answer_tokens 8: must be at most seq_len 7"),
+    ("--group_size 3", "group_size 3: must be at least 2, and divide batch_size 64"),
     ("--z_loss 0.1", "z_loss: has no effect on answers"),
+    ("--config sums --vocab_size 50", "': token id "),
 ])
 def test_a_wrong_flag_or_reward_is_one_sentence(flags, error, tmp_path, cache_dir, capsys):
     """The exit code is 2, and the message names field or function.
@@ -217,9 +219,9 @@ def test_killed_within_a_group_of_steps_equals_straight(tmp_path, cache_dir):
 
     Break: tests/recipes/rl.py: restore_kept(run, "answers") => pass
     """
-    cfg = rl.RlConfig(
-        out_dir=str(tmp_path / "straight"), cache_dir=cache_dir, dtype="float32", kl=0.1,
-        inner_steps=3, steps=8, save_every=4, eval_every=4, log_every=1, lr=1e-2, dp=2, fsdp=2)
+    cfg = rl.RlConfig(**SUMS | dict(
+        out_dir=str(tmp_path / "straight"), cache_dir=cache_dir, inner_steps=3, steps=8,
+        save_every=4, eval_every=0, log_every=1, dp=2, fsdp=2, sample_every=0))
     straight = train_rl(cfg)
     killed = dataclasses.replace(cfg, out_dir=str(tmp_path / "killed"))
     resumed = killed_and_resumed(killed, 6, train_rl)
@@ -235,8 +237,8 @@ def test_a_model_learns_to_add(tmp_path, cache_dir):
     Break: tests/recipes/rl.py: (cfg.kl * kl_BT - gain_BT) => (cfg.kl * kl_BT + gain_BT)
     """
     task, hook = rl.make_task()
-    cfg = rl.RlConfig(out_dir=str(tmp_path / "out"), cache_dir=cache_dir, dtype="float32",
-                      steps=200, eval_every=0, save_every=0, sample_every=0)
+    cfg = rl.RlConfig(**SUMS | dict(out_dir=str(tmp_path / "out"), cache_dir=cache_dir, steps=200,
+                                    eval_every=0, save_every=0, sample_every=0))
     train.main(cfg, [hook], task)
     rewards = [row["reward"] for row in ckpt.read_log(cfg.out_dir) if row["event"] == "log"]
     assert rewards[0] < 0.05 and rewards[-1] > 0.3

@@ -6,7 +6,7 @@
 A row has "prompt", or "messages" for the tokenizer's chat template; score(prompt, answer, row)
 returns a number. Each step draws group_size answers to each of its prompts from the parameters that
 are trained. The baseline of an answer is the mean reward of the others to its prompt (Kool et al.
-2019; Ahmadian et al. 2024, arXiv:2402.14740, section 3.2). Without a reward a model learns to add.
+2019; Ahmadian et al. 2024, arXiv:2402.14740, section 3.2). Without flags a model learns to add.
 """
 import dataclasses
 import math
@@ -51,10 +51,10 @@ class RlConfig(config.Config):
 
 # In a random order: the last ones are validation data.
 SUMS = [{"prompt": f"{i // 10}+{i % 10}="} for i in data.permute(range(100), 100, "sums").tolist()]
-# Flags of the example, unless others are typed. Without --kl it would soon answer all alike.
-SUM_FLAGS = {
+# Of --config sums. Without kl, all answers would soon be alike.
+config.PRESETS["sums"] = {
     "vocab_size": 64, "d_model": 64, "n_layers": 2, "n_heads": 4, "batch_size": 256, "seq_len": 7,
-    "answer_tokens": 3, "optimizer": "muon", "lr": 2e-3, "kl": 0.01, "eval_every": 100}
+    "answer_tokens": 3, "optimizer": "muon", "lr": 2e-3, "kl": 0.005, "eval_every": 100}
 
 
 def score_sum(prompt, answer, row):
@@ -65,20 +65,7 @@ def score_sum(prompt, answer, row):
     return n_right / (len(right) + 1)
 
 
-# ---- the config
-
-def update_config(cfg):
-    """The config with the sizes of weights in init_from; without a reward, with the flags of the
-    example.
-    """
-    cfg = train.config_from_hf(cfg)
-    default = type(cfg)()
-    changes = {}
-    for name, value in SUM_FLAGS.items():
-        if name not in cfg.explicit and getattr(cfg, name) == getattr(default, name):
-            changes[name] = value
-    return cfg if cfg.reward else dataclasses.replace(cfg, **changes)
-
+# ---- the config and the rewards
 
 def errors_of(sizes, cfg):
     errors = list(config.text_errors(sizes, cfg))
@@ -98,25 +85,39 @@ def errors_of(sizes, cfg):
 
 
 def reward_names(cfg):
-    return [text.rpartition(":")[2] for text in cfg.reward] or ["score_sum"]
+    return [text.rpartition(":")[2] for text in cfg.reward]
 
 
 def load_rewards(cfg):
     return train.load_functions("reward", cfg.reward) or [score_sum]
 
 
+def score(functions, prompts, answers):
+    """The rewards [answers, functions], which process 0 computes."""
+    def compute():
+        rewards = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            for function in functions:
+                value = function(prompt["text"], answer, prompt["row"])
+                number = train.numbers({"": value}).get("", math.nan)
+                if not math.isfinite(number):
+                    config.raise_if_errors(
+                        [f"is {value!r} for the prompt {prompt['text']!r:.80} and the answer "
+                         f"{answer!r:.80}; must be a finite number"], f"reward {function.__name__}")
+                rewards.append(number)
+        return rewards
+
+    return np.float32(ckpt.broadcast_from_main(compute)).reshape(-1, len(functions))
+
+
 # ---- the prompts
 
-def max_prompt(cfg):
-    """Tokens of a prompt, at most. The last token of an answer is only a label."""
-    return cfg.seq_len + 1 - cfg.answer_tokens
-
-
 def read_prompts(patterns, cfg):
-    """The prompts in files; without a reward those of the example: [{"text", "ids", "stops" (ids
+    """The prompts in files, without a reward those of the example: [{"text", "ids", "stops" (ids
     that end an answer), "row"}]. Prompts that leave no room for an answer are skipped.
     """
     tokenizer = data.make_cfg_tokenizer(cfg)
+    n_max = cfg.seq_len + 1 - cfg.answer_tokens  # the last token of an answer is only a label
     found = [] if cfg.reward else [(row["prompt"], row) for row in SUMS]
     for path in data.expand(patterns):
         found += data.read_prompts(path, tokenizer, cfg.columns)
@@ -124,13 +125,13 @@ def read_prompts(patterns, cfg):
     for text, row in found:
         ids = data.prompt_ids(text, tokenizer)
         data.check_ids(np.array([ids]), cfg.vocab_size, [{"name": f"prompt {text!r:.60}"}])
-        if len(ids) <= max_prompt(cfg):
+        if len(ids) <= n_max:
             stops = data.stops_after(ids, tokenizer)
             prompts.append({"text": text, "ids": ids, "stops": stops, "row": row})
     n_skipped = len(found) - len(prompts)
     if n_skipped:
         train.print0(f"{n_skipped:,} of {len(found):,} prompts are skipped, longer than the "
-                     f"{max_prompt(cfg)} tokens that --seq_len and --answer_tokens leave")
+                     f"{n_max} tokens that --seq_len and --answer_tokens leave")
     return prompts
 
 
@@ -199,7 +200,7 @@ def batch_shapes(cfg):
         "labels": ((B, T), np.int32, split),
         # Index in run["prompts"]; -1 for a row that fills up the last batch of an evaluation
         "example": ((B,), np.int32, P(model.BATCH_AXES)),
-        "rewards": ((B, len(reward_names(cfg))), np.float32, P(model.BATCH_AXES)),
+        "rewards": ((B, len(cfg.reward) or 1), np.float32, P(model.BATCH_AXES)),
         "advantage": per_row,
         "is_cut": per_row,
     }
@@ -221,46 +222,31 @@ def on_event(run, event, value):
     if event in ("load", "state"):
         run["state"] = value  # alive until the next step is dispatched
     if event == "start":
-        run["cfg"] = RlConfig(**value["config"])
-        run["kept"] = {"reference": copy_trained(run["state"]["params"], run["cfg"])}
+        run.update(cfg=RlConfig(**value["config"]), kept={})
+        if run["cfg"].kl:  # copy the initial parameters that are trained
+            params = run["state"]["params"]
+            names = params.keys() - model.matching("freeze", run["cfg"].freeze, params)
+            run["kept"]["reference"] = {name: jnp.copy(params[name]) for name in names}
     if event == "resume":
         run["checkpoint"] = value
         with data.as_value_error("kl: this run began without it; begin another", KeyError):
-            restore_kept(run, "reference")
+            restore_kept(run, dict(run["kept"]))
     if event == "before_save":
         return value | {"arrays": value["arrays"] | run["kept"]}
     if event == "val_data":
         return answered(run, value, is_training=False)
-    if event == "data":
-        return with_answers_of_group(run, value)
+    if event == "data":  # inner_steps steps share their answers
+        if int(run["state"]["step"]) % run["cfg"].inner_steps == 0:
+            run["kept"]["answers"] = answered(run, value, is_training=True)
+        elif "answers" not in run["kept"]:
+            restore_kept(run, {"answers": value})
+        return run["kept"]["answers"]
 
 
-def copy_trained(params, cfg):
-    """The parameters that make the reference: copies of those that are trained."""
-    if not cfg.kl:
-        return {}
-    names = params.keys() - model.matching("freeze", cfg.freeze, params)
-    return {name: jnp.copy(params[name]) for name in names}
-
-
-def restore_kept(run, name):
-    """Replace run["kept"][name] by the arrays of the checkpoint, in the same shardings."""
-    like = {"hooks": {name: run["kept"][name]}}
-    saved = ckpt.restore(run["checkpoint"]["root"], run["checkpoint"]["step"], like)
-    run["kept"][name] = saved["hooks"][name]
-
-
-def with_answers_of_group(run, batch):
-    """The batch with the answers that inner_steps successive steps share."""
-    cfg, kept = run["cfg"], run["kept"]
-    if cfg.inner_steps == 1:
-        return answered(run, batch, is_training=True)
-    if int(run["state"]["step"]) % cfg.inner_steps == 0:
-        kept["answers"] = answered(run, batch, is_training=True)
-    elif "answers" not in kept:  # resumed within a group
-        kept["answers"] = batch
-        restore_kept(run, "answers")
-    return kept["answers"]
+def restore_kept(run, like):
+    """Take the arrays of `like` from the checkpoint into run["kept"]."""
+    saved = ckpt.restore(run["checkpoint"]["root"], run["checkpoint"]["step"], {"hooks": like})
+    run["kept"] |= saved["hooks"]
 
 
 def answered(run, batch, is_training):
@@ -315,7 +301,7 @@ def draw(state, prompts, cfg, is_training):
     """
     B = len(prompts)
     lengths_B = np.int32([len(prompt["ids"]) for prompt in prompts])
-    tokens_BP = np.zeros((B, max_prompt(cfg)), np.int32)
+    tokens_BP = np.zeros((B, cfg.seq_len + 1 - cfg.answer_tokens), np.int32)
     for tokens_P, prompt in zip(tokens_BP, prompts):
         tokens_P[: len(prompt["ids"])] = prompt["ids"]
     rows = jax.NamedSharding(jax.sharding.get_mesh(), P(model.BATCH_AXES))
@@ -325,39 +311,17 @@ def draw(state, prompts, cfg, is_training):
     key = jax.random.fold_in(jax.random.key(cfg.seed), state["step"])
     cfg = dataclasses.replace(cfg, temperature=float(is_training), top_k=0, top_p=1.0)
     ids_BA = model.generate(state["params"], asked["tokens"], asked["lengths"], cfg, key,
-                            cfg.answer_tokens, compiler_options(cfg))
+                            cfg.answer_tokens, steplib.compiler_options(cfg, jax.devices()[0]))
     ids_BA = multihost_utils.process_allgather(ids_BA, tiled=True)
     model.check_tokens(ids_BA)
     return ids_BA
-
-
-def compiler_options(cfg):
-    return steplib.compiler_options(cfg, jax.devices()[0])
-
-
-def score(functions, prompts, answers):
-    """The rewards [answers, functions], which process 0 computes."""
-    def compute():
-        rewards = []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            for function in functions:
-                value = function(prompt["text"], answer, prompt["row"])
-                number = train.numbers({"": value}).get("", math.nan)
-                if not math.isfinite(number):
-                    config.raise_if_errors(
-                        [f"is {value!r} for the prompt {prompt['text']!r:.80} and the answer "
-                         f"{answer!r:.80}; must be a finite number"], f"reward {function.__name__}")
-                rewards.append(number)
-        return rewards
-
-    return np.float32(ckpt.broadcast_from_main(compute)).reshape(-1, len(functions))
 
 
 def log_probs(params, batch, cfg):
     """The log-probability [B, T] of each label."""
     labels = batch["labels"]
     compiled = jax.jit(dpo.label_log_probs, static_argnames="cfg", out_shardings=labels.sharding,
-                       compiler_options=compiler_options(cfg))
+                       compiler_options=steplib.compiler_options(cfg, jax.devices()[0]))
     with jax.set_mesh(labels.sharding.mesh):
         return compiled(params, {"tokens": batch["tokens"], "labels": labels}, cfg=cfg)
 
@@ -391,9 +355,8 @@ def loss(params, batch, cfg):
         "answer_len": mask_BT.sum(axis=1),
         "cut_frac": batch["is_cut"],
     }
-    if len(cfg.reward) > 1:
-        for name, reward_B in zip(reward_names(cfg), batch["rewards"].T):
-            terms[f"reward_{name}"] = reward_B
+    for name, reward_B in zip(reward_names(cfg), batch["rewards"].T):
+        terms[f"reward_{name}"] = reward_B
     sums = {name: jnp.where(mask_B, x_B, 0).sum(dtype=jnp.float32) for name, x_B in terms.items()}
     counts = dict.fromkeys(sums, mask_B.sum(dtype=jnp.float32))
     if cfg.kl:
@@ -412,7 +375,8 @@ def sample(params, key, source, cfg):
         config.raise_if_errors(["prompts: is missing; name a file of prompts"])
     decode = data.make_cfg_tokenizer(cfg)["decode"]
     cfg = dataclasses.replace(cfg, sample_tokens=cfg.answer_tokens)
-    samples = model.sample_text(params, prompts, cfg, key, decode, compiler_options(cfg))
+    options = steplib.compiler_options(cfg, jax.devices()[0])
+    samples = model.sample_text(params, prompts, cfg, key, decode, options)
     asked = [prompt for prompt in prompts for _ in range(cfg.n_samples)]
     rewards_BR = score(load_rewards(cfg), asked, [sample["text"] for sample in samples])
     for sample, rewards_R in zip(samples, rewards_BR, strict=True):
@@ -427,7 +391,6 @@ def make_task():
         "loss": loss,
         "batch": batch_shapes,
         "open": partial(open_prompts, run),
-        "update_config": update_config,
         "validate": errors_of,
         "unit": "answer",
         "units_per_step": lambda cfg: cfg.batch_size,
@@ -440,4 +403,5 @@ def make_task():
 
 if __name__ == "__main__":
     task, hook = make_task()
-    sys.exit(train.cli(sys.argv[1:], hooks=[hook], task=task, kind=RlConfig))
+    argv = sys.argv[1:] or ["--config", "sums", "--out_dir", "out/rl"]
+    sys.exit(train.cli(argv, hooks=[hook], task=task, kind=RlConfig))
