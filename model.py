@@ -1164,7 +1164,8 @@ def text_before_stop(prompt, ids, decode):
     # Decode the prompt too: some tokenizers drop the space at the start of a text.
     # At the end, ids of only a part of a character are decoded to U+FFFD.
     n_before = len(decode(prompt["ids"]))
-    return decode([*prompt["ids"], *ids[:end]])[n_before:].rstrip("\ufffd"), end
+    text = decode([*prompt["ids"], *ids[:end]])[n_before:].rstrip("\ufffd")
+    return text, end
 
 
 def check_tokens(tokens):

@@ -2610,8 +2610,9 @@ def log_to_wandb(cfg):
                 histogram = (stats["counts"], histogram_edges(stats))
                 values[f"watch/{name}"] = wandb.Histogram(np_histogram=histogram)
             if "texts" in row:
-                texts = [[row["step"], text] for text in row["texts"]]
-                values["samples"] = wandb.Table(columns=["step", "text"], data=texts)
+                rewards = row.get("rewards", [None] * len(row["texts"]))
+                samples = [[row["step"], *sample] for sample in zip(row["texts"], rewards)]
+                values["samples"] = wandb.Table(columns=["step", "text", "reward"], data=samples)
             run.log(values)
         if run and event in ("end", "error"):
             run.finish(row.get("exit_code", 1))

@@ -217,7 +217,7 @@ def test_killed_within_a_group_of_steps_equals_straight(tmp_path, cache_dir):
     """A run over four devices with a reference and three steps on each batch of answers is killed
     at step 6 and resumes from step 4 bit-identically.
 
-    Break: tests/recipes/rl.py: restore_kept(run, "answers") => pass
+    Break: tests/recipes/rl.py: elif "answers" not in run["kept"]: => elif False:
     """
     cfg = rl.RlConfig(**SUMS | dict(
         out_dir=str(tmp_path / "straight"), cache_dir=cache_dir, inner_steps=3, steps=8,
@@ -232,13 +232,13 @@ def test_killed_within_a_group_of_steps_equals_straight(tmp_path, cache_dir):
 
 @pytest.mark.slow
 def test_a_model_learns_to_add(tmp_path, cache_dir):
-    """The mean reward rises from below 0.05 to above 0.3 in 200 steps.
+    """The mean reward rises from below 0.02 to above 0.1 in 60 steps.
 
     Break: tests/recipes/rl.py: (cfg.kl * kl_BT - gain_BT) => (cfg.kl * kl_BT + gain_BT)
     """
     task, hook = rl.make_task()
-    cfg = rl.RlConfig(**SUMS | dict(out_dir=str(tmp_path / "out"), cache_dir=cache_dir, steps=200,
-                                    eval_every=0, save_every=0, sample_every=0))
+    cfg = rl.RlConfig(**SUMS | dict(out_dir=str(tmp_path / "out"), cache_dir=cache_dir, steps=60, schedule="constant",
+                                    kl=0.0, eval_every=0, save_every=0, sample_every=0))
     train.main(cfg, [hook], task)
     rewards = [row["reward"] for row in ckpt.read_log(cfg.out_dir) if row["event"] == "log"]
-    assert rewards[0] < 0.05 and rewards[-1] > 0.3
+    assert rewards[0] < 0.02 and rewards[-1] > 0.1

@@ -567,7 +567,7 @@ def test_hooks_receive_every_event_and_saves_have_their_digest(tiny):
 def test_hooks_are_loaded_from_the_command_line(tiny, tmp_path, capsys):
     """Functions of --hooks share globals and import neighbors; errors are one sentence.
 
-    Break: train.py: hooks = (*hooks, *load_hooks(cfg.hooks)) => pass
+    Break: train.py: hooks = (*hooks, *load_functions("hooks", cfg.hooks)) => pass
     """
     (tmp_path / "beside_it.py").write_text("FACTOR = 2\n")
     hook_file = tmp_path / "my_hooks.py"

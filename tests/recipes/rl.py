@@ -10,7 +10,6 @@ are trained. The baseline of an answer is the mean reward of the others to its p
 """
 import dataclasses
 import math
-import os
 import sys
 import zlib
 from functools import partial
@@ -61,8 +60,8 @@ def score_sum(prompt, answer, row):
     """The fraction of the right answer, with its end, that `answer` begins with."""
     a, b = prompt.rstrip("=").split("+")
     right = str(int(a) + int(b))
-    n_right = len(os.path.commonprefix([right, answer])) + (answer == right)
-    return n_right / (len(right) + 1)
+    n_right = max(n for n in range(len(right) + 1) if answer[:n] == right[:n])
+    return (n_right + (answer == right)) / (len(right) + 1)
 
 
 # ---- the config and the rewards
