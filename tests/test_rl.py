@@ -21,7 +21,7 @@ from test_recipes import assert_same_arrays, kill_at, killed_and_resumed
 sys.path.insert(0, str(ROOT / "tests/recipes"))
 import rl
 
-SUMS = config.PRESETS["sums"] | {"dtype": "float32"}
+SUMS = json.loads((ROOT / "tests/recipes/sums.json").read_text()) | {"dtype": "float32"}
 REWARDS = """
 import math
 
@@ -183,10 +183,10 @@ def test_chats_with_rewards_of_a_file(tiny, tmp_path, capsys):
     ("--reward {rewards}none", "data '': no prompt to train on"),
     ("--data {prompts} --reward {rewards}none --seq_len 30 --answer_tokens 29",
      "no prompt to train on"),
-    ("--config sums --answer_tokens 8", "answer_tokens 8: must be at most seq_len 7"),
+    ("--config {sums} --answer_tokens 8", "answer_tokens 8: must be at most seq_len 7"),
     ("--group_size 3", "group_size 3: must be at least 2, and divide batch_size 64"),
     ("--z_loss 0.1", "z_loss: has no effect on answers"),
-    ("--config sums --vocab_size 50", "': token id "),
+    ("--config {sums} --vocab_size 50", "': token id "),
 ])
 def test_a_wrong_flag_or_reward_is_one_sentence(flags, error, tmp_path, cache_dir, capsys):
     """The exit code is 2, and the message names field or function.
@@ -196,7 +196,8 @@ def test_a_wrong_flag_or_reward_is_one_sentence(flags, error, tmp_path, cache_di
     tokenizer = chat_tokenizer(tmp_path / "t")
     prompts, rewards = write_prompts(tmp_path, tokenizer)
     Path(prompts).write_text(Path(prompts).read_text().replace("false", "true"))
-    flags = flags.format(prompts=prompts, rewards=rewards).split()
+    flags = flags.format(prompts=prompts, rewards=rewards,
+                         sums=ROOT / "tests/recipes/sums.json").split()
     if "--data" in flags:
         flags += ["--tokenizer", tokenizer["name"]]
         flags += [] if "--seq_len" in flags else ["--seq_len", "40", "--answer_tokens", "6"]
