@@ -2610,9 +2610,11 @@ def log_to_wandb(cfg):
                 histogram = (stats["counts"], histogram_edges(stats))
                 values[f"watch/{name}"] = wandb.Histogram(np_histogram=histogram)
             if "texts" in row:
-                rewards = row.get("rewards", [None] * len(row["texts"]))
-                samples = [[row["step"], *sample] for sample in zip(row["texts"], rewards)]
-                values["samples"] = wandb.Table(columns=["step", "text", "reward"], data=samples)
+                columns = {"step": [row["step"]] * len(row["texts"]), "text": row["texts"]}
+                if "rewards" in row:
+                    columns["reward"] = row["rewards"]
+                samples = list(zip(*columns.values()))
+                values["samples"] = wandb.Table(columns=[*columns], data=samples)
             run.log(values)
         if run and event in ("end", "error"):
             run.finish(row.get("exit_code", 1))

@@ -2520,7 +2520,8 @@ def run_failing_tracker(make, cfg, start=0):
     for step in range(start + 1, 3):
         observe("log", {"step": step, "loss": 3.0 - step, "watch": watch})
     observe("eval", {"step": 2, "val_loss": 0.25})
-    observe("sample", {"step": 2, "texts": [SAMPLE, "the second"]})
+    rewards = {"rewards": [0.5, 1.0], "sample_reward": 0.75}
+    observe("sample", {"step": 2, "texts": [SAMPLE, "the second"]} | rewards)
     observe("error", {"error": "RuntimeError: out of luck"})
 
 
@@ -2571,7 +2572,8 @@ def test_wandb_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny, 
         first["watch/w/grad_norm"], 2 * np.linalg.norm(np.float64(WEIGHTS)), rtol=1e-6)
     table, = file.parent.glob("files/media/table/samples_*.json")
     assert json.loads(table.read_text()) == {
-        "columns": ["step", "text"], "data": [[2, SAMPLE], [2, "the second"]]}
+        "columns": ["step", "text", "reward"], "data": [[2, SAMPLE, 0.5], [2, "the second", 1.0]]}
+    assert [row["sample_reward"] for row in logged if "sample_reward" in row] == [0.75]
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1]
 
 
