@@ -33,7 +33,7 @@ from train import ckpt, config, data, model, steplib
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RlConfig(config.Config):
     # functions score(prompt, answer, row) that return a number, as my_reward.py:score; several are
-    # added up
+    # added up; empty: the example, sums
     reward: tuple[str, ...] = ()
     group_size: config.PosInt = 8  # answers to each prompt of a step, at least 2
     answer_tokens: config.PosInt = 256  # tokens of an answer, at most; a prompt has the rest
@@ -49,7 +49,7 @@ class RlConfig(config.Config):
 
 # ---- the example: sums
 
-# In a random order: the last ones are validation data.
+# In a random order: the last ones are validation data. Their sizes are in sums.json.
 SUMS = [{"prompt": f"{i // 10}+{i % 10}="} for i in data.permute(range(100), 100, "sums").tolist()]
 
 
