@@ -2206,20 +2206,22 @@ def prompt_ids(text, tokenizer):
 def read_prompts(path, tokenizer, columns=()):
     """Read a file of prompts: [(text, row)]. They are its lines, without empty ones; or the rows of
     a JSON file, each with "prompt", a text, or with "messages" (and "tools"), rendered by the chat
-    template up to the next answer. columns: see `rows_in`.
+    template up to the next answer. columns: texts NAME=COLUMN; the prompt is then made of these
+    columns alone. row: as it is in the file.
     """
     file, = expand([path], field="prompts")
     prompts = []
-    for where, row, _ in rows_in(file, -1, columns):
+    for where, row, _ in rows_in(file, -1):
         if where == str(file):  # all of a text file
             lines = [line.rstrip("\r") for line in row["text"].split("\n") if line.strip()]
             prompts += [(line, {"prompt": line}) for line in lines]
             continue
+        named = _named_columns(row, columns, where)
         with as_value_error(where, ValueError, TypeError, AttributeError):
-            if ("prompt" in row) == ("messages" in row):
+            unread = named or dict(row)
+            if ("prompt" in unread) == ("messages" in unread):
                 raise ValueError(f"must have either prompt or messages: {str(row)[:60]}")
-            prompt = messages_in(row.get("prompt") or row.get("messages"))
-            unread = dict(row)
+            prompt = messages_in(unread.get("prompt") or unread.get("messages"))
             if not isinstance(prompt, str):
                 messages = [*_system_messages(unread), *prompt]
                 prompt = chat_prompt(messages, unread.pop("tools", None), tokenizer)

@@ -126,8 +126,8 @@ def write_prompts(folder, tokenizer, n=20):
     for i in range(n):
         question = ["low", "lower", "so"][i % 3]
         shown = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-        rows.append({"messages": [{"role": "user", "content": question}], "shown": shown,
-                     "scale": 0.5, "label": False})
+        rows.append({"chat": [{"role": "user", "content": question}], "shown": shown, "scale": 0.5,
+                     "label": False, "images": "of the reward alone"})
     (folder / "my_reward.py").write_text(REWARDS)
     return str(write_rows(folder / "prompts.jsonl", rows)), f"{folder}/my_reward.py:"
 
@@ -144,8 +144,9 @@ def test_chats_with_rewards_of_a_file(tiny, tmp_path, capsys):
     base = dataclasses.asdict(tiny(tokenizer=tokenizer["name"], steps=2, eval_every=2,
                                    sample_tokens=1, seq_len=40, eval_batches=0))
     cfg = rl.RlConfig(**base | dict(
-        data=(prompts,), reward=(rewards + "score", rewards + "none"), group_size=4,
-        answer_tokens=6, val_frac=0.3, keep_best="val_reward", temperature=0.0))
+        data=(prompts,), columns=("messages=chat",), group_size=4, answer_tokens=6,
+        reward=(rewards + "score", rewards + "none"), val_frac=0.3, keep_best="val_reward",
+        temperature=0.0))
     task, hook = rl.make_task()
     summary = train.main(cfg, [hook], task)
     rows = {row["event"]: row for row in ckpt.read_log(cfg.out_dir)}
@@ -162,11 +163,13 @@ def test_chats_with_rewards_of_a_file(tiny, tmp_path, capsys):
     # A run of train.py, by greedy answers.
     text = dataclasses.asdict(tiny(**base | {"out_dir": str(tmp_path / "text")}))
     train.main(config.Config(**text))
-    text |= dict(reward=cfg.reward[:1], answer_tokens=6, temperature=0.0)
-    samples = tmp_path / "samples.jsonl"
+    text |= dict(columns=cfg.columns, reward=cfg.reward[:1], answer_tokens=6, temperature=0.0)
+    rows = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
+    rows = [row | {"messages": row["chat"], "images": ""} for row in rows]
+    asked, samples = write_rows(tmp_path / "asked.jsonl", rows), tmp_path / "samples.jsonl"
     task, hook = rl.make_task()
     found = train.main(rl.RlConfig(**text | dict(
-        mode="sample", prompts=prompts, samples_file=str(samples))), [hook], task)
+        mode="sample", prompts=str(asked), samples_file=str(samples))), [hook], task)
     task, hook = rl.make_task()
     evaluated = train.main(rl.RlConfig(**text | dict(mode="eval", val_data=(prompts,))),
                            [hook], task)
@@ -200,7 +203,7 @@ def test_a_wrong_flag_or_reward_is_one_sentence(flags, error, tmp_path, cache_di
     flags = flags.format(prompts=prompts, rewards=rewards,
                          sums=ROOT / "tests/recipes/sums.json").split()
     if "--data" in flags:
-        flags += ["--tokenizer", tokenizer["name"]]
+        flags += ["--tokenizer", tokenizer["name"], "--columns", "messages=chat"]
         flags += [] if "--seq_len" in flags else ["--seq_len", "40", "--answer_tokens", "6"]
     task, hook = rl.make_task()
     code = train.cli(

@@ -368,7 +368,9 @@ def loss(params, batch, cfg):
 def sample(run, params, key, source, cfg):
     """Answers to the prompts in cfg.prompts, or to the first few of the data, with their rewards.
     """
-    prompts = read_prompts([cfg.prompts], cfg) if cfg.prompts else (source or {}).get("samples")
+    prompts = (source or {}).get("samples")
+    if cfg.prompts:  # as in train.py, columns are those of the data
+        prompts = read_prompts([cfg.prompts], dataclasses.replace(cfg, columns=()))
     if not prompts:
         config.raise_if_errors(["prompts: is missing; name a file of prompts"])
     decode = data.make_cfg_tokenizer(cfg)["decode"]
