@@ -1423,6 +1423,9 @@ no flag: every evaluation is logged <- eval_log_iter_interval | --watch <- weigh
 no flag: TensorStore writes in parallel <- save_concurrency_per_rank
 --reload_every, with dynamic=yes in --init_from <- load_update_* ckpt_load_arg
 tests/recipes/windows.py --windows_per_epoch <- window_iter | --sample_tokens <- max_new_tokens
+tests/recipes/rl.py --reward <- reward_funcs | tests/recipes/rl.py --inner_steps <- num_iterations
+tests/recipes/rl.py --group_size <- num_generations num_return_sequences
+tests/recipes/rl.py --answer_tokens <- max_completion_length
 --profile FIRST:LAST <- mem_profiler* profiler* *profiling | --n_samples <- num_samples
 no flag: it is always on <- compile compile.enable torch_compile shuffle lazy data_to_cuda
   auto_shard_model find_unused_parameters

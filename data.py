@@ -740,7 +740,7 @@ def _check_columns(row, form):
     names = form.split(", ")
     for name, value in row.items():
         has_meaning = name in UNREAD_COLUMNS
-        if form != "text" and name not in names:
+        if form not in ("text", "prompt") and name not in names:
             has_meaning |= "weight" in name or _selects(value, row.get(names[-1]))
             has_meaning |= name == "label" and form != "input_ids"  # false: an answer to avoid
         if has_meaning and not _is_empty(value) and value != 1:
@@ -2200,7 +2200,7 @@ def sample_prompts(cfg, tokenizer, source=None):
     """
     texts = [cfg.prompt]
     if cfg.prompts:
-        texts = read_prompts(cfg.prompts, tokenizer)
+        texts = [text for text, _ in read_prompts(cfg.prompts, tokenizer)]
     elif cfg.chat:
         with as_value_error(f"chat {cfg.chat!r:.60}", ValueError):
             texts = [chat_prompt([{"role": "user", "content": cfg.chat}], None, tokenizer)]
@@ -2208,14 +2208,18 @@ def sample_prompts(cfg, tokenizer, source=None):
     if texts == [""] and source and "prompt" in source:
         ids = _whole_characters(source["prompt"]().tolist(), tokenizer["decode"])
         prompts = [{"text": tokenizer["decode"](ids), "ids": ids}]
-
-    # After a chat, the end of a turn is a stop, too. A chat has special tokens beside those around
-    # a document.
-    special = set(tokenizer["special_tokens"].values()) - {tokenizer["bos"], tokenizer["eos"]}
     for prompt in prompts:
-        ends = turn_ends(tokenizer) if special.intersection(prompt["ids"]) else set()
-        prompt["stops"] = sorted(tokenizer["stops"] | ends)
+        prompt["stops"] = stops_after(prompt["ids"], tokenizer)
     return prompts
+
+
+def stops_after(ids, tokenizer):
+    """The ids that end what follows a prompt. After a chat, which has special tokens beside those
+    around a document, they include the end of a turn.
+    """
+    special = set(tokenizer["special_tokens"].values()) - {tokenizer["bos"], tokenizer["eos"]}
+    ends = turn_ends(tokenizer) if special.intersection(ids) else set()
+    return sorted(tokenizer["stops"] | ends)
 
 
 def _whole_characters(ids, decode):
@@ -2240,29 +2244,33 @@ def prompt_ids(text, tokenizer):
     return ids or [0]
 
 
-def read_prompts(path, tokenizer):
-    """Read the texts of a file of prompts: one a line, without empty lines; or the rows of a JSON
-    file, each with "prompt", a text, or with "messages" (and "tools"), rendered by the chat
-    template up to the next answer.
+def read_prompts(path, tokenizer, columns=()):
+    """Read a file of prompts: [(text, row)]. They are its lines, without empty ones; or the rows of
+    a JSON file, each with "prompt", a text, or with "messages" (and "tools"), rendered by the chat
+    template up to the next answer. columns: texts NAME=COLUMN; the prompt is then made of these
+    columns alone. row: as it is in the file.
     """
     file, = expand([path], field="prompts")
-    texts = []
+    prompts = []
     for where, row, _ in rows_in(file, -1):
         if where == str(file):  # all of a text file
-            texts += [line.rstrip("\r") for line in row["text"].split("\n") if line.strip()]
+            lines = [line.rstrip("\r") for line in row["text"].split("\n") if line.strip()]
+            prompts += [(line, {"prompt": line}) for line in lines]
             continue
+        named = _named_columns(row, columns, where)
         with as_value_error(where, ValueError, TypeError, AttributeError):
-            if ("prompt" in row) == ("messages" in row):
+            unread = named or dict(row)
+            if ("prompt" in unread) == ("messages" in unread):
                 raise ValueError(f"must have either prompt or messages: {str(row)[:60]}")
-            prompt = messages_in(row.get("prompt") or row.get("messages"))
+            prompt = messages_in(unread.get("prompt") or unread.get("messages"))
             if not isinstance(prompt, str):
-                messages = [*_system_messages(row), *prompt]
-                prompt = chat_prompt(messages, row.pop("tools", None), tokenizer)
-            _check_columns(row, "prompt")
-            texts.append(prompt)
-    if not texts:
+                messages = [*_system_messages(unread), *prompt]
+                prompt = chat_prompt(messages, unread.pop("tools", None), tokenizer)
+            _check_columns(unread, "prompt")
+            prompts.append((prompt, row))
+    if not prompts:
         raise ValueError(f"prompts {path!r}: has no prompt")
-    return texts
+    return prompts
 
 
 def chat_prompt(messages, tools, tokenizer):

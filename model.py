@@ -1224,13 +1224,21 @@ def sample_text(params, prompts, cfg, key, decode, compiler_options=None):
         new = multihost_utils.process_allgather(new, tiled=True)
         check_tokens(new)
         for prompt, ids in zip(rows[batch], new.tolist()):
-            end = next((i for i, token in enumerate(ids) if token in prompt["stops"]), None)
-            # Decode the prompt too: some tokenizers drop the space at the start of a text.
-            # At the end, ids of only a part of a character are decoded to U+FFFD.
-            n_before = len(decode(prompt["ids"]))
-            text = decode([*prompt["ids"], *ids[:end]])[n_before:].rstrip("\ufffd")
+            text, _ = text_before_stop(prompt, ids, decode)
             samples.append({"prompt": prompt["text"], "text": text})
     return samples
+
+
+def text_before_stop(prompt, ids, decode):
+    """(what the ids after a prompt say before the first of its stops, the index of that stop or
+    None). prompt, decode: as in sample_text.
+    """
+    end = next((i for i, token in enumerate(ids) if token in prompt["stops"]), None)
+    # Decode the prompt too: some tokenizers drop the space at the start of a text.
+    # At the end, ids of only a part of a character are decoded to U+FFFD.
+    n_before = len(decode(prompt["ids"]))
+    text = decode([*prompt["ids"], *ids[:end]])[n_before:].rstrip("\ufffd")
+    return text, end
 
 
 def check_tokens(tokens):

@@ -117,8 +117,8 @@ TEXT = {
         cfg, cfg.seq_len, means.get("attended_keys")),
     # ({name: mean}, source) -> {name: value}, more metrics of training and evaluation
     "metrics": data.text_metrics,
-    # (params, key, source, cfg) -> [{"prompt": a text, "text": what the model wrote after it}].
-    # source: the validation data, or None
+    # (params, key, source, cfg) -> [{"prompt": a text, "text": what the model wrote after it}],
+    # each perhaps with "reward", a number. source: the validation data, or None
     "sample": lambda params, key, source, cfg: sample_from_text(params, key, source, cfg),
     # (table, saved names, cfg) -> names that a source of init_from has to provide
     "init_names": model.names_to_load,
@@ -194,7 +194,7 @@ def prepare(cfg, hooks, rows=None):
         cfg = write_rows(cfg, rows)
     if not cfg.out_dir:  # from Python: the command line has chosen one
         cfg = dataclasses.replace(cfg, out_dir=config.derive_out_dir(cfg))
-    hooks = (*hooks, *load_hooks(cfg.hooks))
+    hooks = (*hooks, *load_functions("hooks", cfg.hooks))
     return cfg, hooks
 
 
@@ -1382,13 +1382,18 @@ def print_preview(run, params, step, timers):
 
 def sample_texts(setup, params, step, source):
     """What the task samples, with a random key of the seed and the step: {"texts", "prompts": the
-    beginning of each text, which the model was given}. source: data to begin with, or None.
+    beginning of each text, which the model was given}, and if the samples have them "rewards", with
+    their mean in "sample_reward". source: data to begin with, or None.
     """
     key = jax.random.fold_in(jax.random.key(setup["cfg"].seed), step)
     with jax.set_mesh(setup["mesh"]):
         samples = setup["task"]["sample"](params, key, source, setup["cfg"])
-    return {"texts": [sample["prompt"] + sample["text"] for sample in samples],
-            "prompts": [sample["prompt"] for sample in samples]}
+    row = {"texts": [sample["prompt"] + sample["text"] for sample in samples],
+           "prompts": [sample["prompt"] for sample in samples]}
+    rewards = [sample["reward"] for sample in samples if "reward" in sample]
+    if rewards:
+        row |= {"rewards": rewards, "sample_reward": sum(rewards) / len(rewards)}
+    return row
 
 
 # ---- the initial state
@@ -1902,9 +1907,12 @@ def eval_bar(n_batches):
 
 def print_samples(row):
     """Print the samples of a row. What follows the prompt is marked as labels are."""
-    for text, prompt in zip(row["texts"], row["prompts"], strict=True):
+    for i, (text, prompt) in enumerate(zip(row["texts"], row["prompts"], strict=True)):
         shown = mark_labels([(prompt, False), (text[len(prompt):], True)])
-        print0(f"{' sample '.center(24, '-')}\n{shown}\n")
+        title = f" reward {row['rewards'][i]:.4g} " if "rewards" in row else " sample "
+        print0(f"{title.center(24, '-')}\n{shown}\n")
+    if "rewards" in row:
+        print0(f"mean reward of {len(row['rewards'])} samples: {row['sample_reward']:.4f}")
 
 
 def printable(text):
@@ -2359,11 +2367,14 @@ def run_mode(cfg, task, hooks, state, params):
 
 
 def write_samples(path, samples):
-    """Write samples as JSON lines with "prompt" and "text", what follows it."""
+    """Write samples as JSON lines with "prompt", "text", what follows it, and perhaps "reward"."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
-        for text, prompt in zip(samples["texts"], samples["prompts"], strict=True):
-            file.write(ckpt.json_line({"prompt": prompt, "text": text[len(prompt):]}) + "\n")
+        for i, (text, prompt) in enumerate(zip(samples["texts"], samples["prompts"], strict=True)):
+            sample = {"prompt": prompt, "text": text[len(prompt):]}
+            if "rewards" in samples:
+                sample["reward"] = samples["rewards"][i]
+            file.write(ckpt.json_line(sample) + "\n")
 
 
 def run_saved(cfg, task, hooks, state=None, params=None):
@@ -2590,23 +2601,24 @@ def memory_advice(setup):
 # ---- hooks from files
 
 
-def load_hooks(texts):
-    """The functions that texts "file.py:function" name. Each file runs once, and may import files
-    beside it.
+def load_functions(field, texts):
+    """The functions that the texts "file.py:function" of a field name. Each file runs once, and may
+    import files beside it.
     """
     run_file = functools.cache(runpy.run_path)
-    hooks = []
+    found = []
     for text in texts:
         path, _, name = text.rpartition(":")
         if not Path(path).is_file():
-            raise ValueError(f"hooks {text!r}: must be file.py:function; there is no file {path!r}")
+            raise ValueError(f"{field} {text!r}: must be file.py:function; there is no file "
+                             f"{path!r}")
         sys.path.append(os.path.dirname(os.path.abspath(path)))
         functions = {key: x for key, x in run_file(path).items() if callable(x)}
         if name not in functions:
-            raise ValueError(f"hooks {text!r}: the file has no function {name!r} "
+            raise ValueError(f"{field} {text!r}: the file has no function {name!r} "
                              f"({config.did_you_mean(name, functions)})")
-        hooks.append(functions[name])
-    return hooks
+        found.append(functions[name])
+    return found
 
 
 # ---- logs of all processes
@@ -2684,8 +2696,11 @@ def log_to_wandb(cfg):
                 histogram = (stats["counts"], histogram_edges(stats))
                 values[f"watch/{name}"] = wandb.Histogram(np_histogram=histogram)
             if "texts" in row:
-                texts = [[row["step"], text] for text in row["texts"]]
-                values["samples"] = wandb.Table(columns=["step", "text"], data=texts)
+                columns = {"step": [row["step"]] * len(row["texts"]), "text": row["texts"]}
+                if "rewards" in row:
+                    columns["reward"] = row["rewards"]
+                samples = list(zip(*columns.values()))
+                values["samples"] = wandb.Table(columns=[*columns], data=samples)
             run.log(values)
         if run and event in ("end", "error"):
             run.finish(row.get("exit_code", 1))

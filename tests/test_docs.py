@@ -34,6 +34,7 @@ import distill
 import dpo
 import endless
 import on_ray
+import rl
 import tune
 
 pytestmark = pytest.mark.house  # a fork may leave out all of these
@@ -52,7 +53,7 @@ FLAGS = {
     "plan.py": SHAPE,
     "check.py": "--only numbers/known-forms --limit 300",
     "digits.py": "--steps 2 --eval_batches 1",
-    "rl.py": "--steps 2 --eval_batches 1",
+    "rl.py": f"{SMALL} --answer_tokens 9",
     "dpo.py": SMALL,
     "distill.py": SMALL,
     "windows.py": SMALL,
@@ -76,7 +77,7 @@ CONFIGS = {
     "endless.py": endless.EndlessConfig, "digits.py": digits.DigitsConfig,
     "adapter.py": config.Config,
     "distill.py": distill.DistillConfig, "dpo.py": dpo.DpoConfig, "tune.py": tune.SweepConfig,
-    "on_ray.py": on_ray.RayConfig}
+    "on_ray.py": on_ray.RayConfig, "rl.py": rl.RlConfig}
 
 # The first reason whose pattern is in a command.
 SKIPPED = {
@@ -380,7 +381,8 @@ def test_python_of_the_guide_runs(name, project, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(project.parent / "home"))
     monkeypatch.setattr(step, "SCHEDULES", dict(step.SCHEDULES))
     exec(compile(make_config_small(text), name, "exec"), {"__name__": "__main__"})
-    used_by_a_command = any(f"--hooks {name}:" in command for command in COMMANDS)
+    flags = (f"--hooks {name}:", f"--reward {name}:")
+    used_by_a_command = any(flag in command for command in COMMANDS for flag in flags)
     assert used_by_a_command or capsys.readouterr().out
 
 

@@ -567,7 +567,7 @@ def test_hooks_receive_every_event_and_saves_have_their_digest(tiny):
 def test_hooks_are_loaded_from_the_command_line(tiny, tmp_path, capsys):
     """Functions of --hooks share globals and import neighbors; errors are one sentence.
 
-    Break: train.py: hooks = (*hooks, *load_hooks(cfg.hooks)) => pass
+    Break: train.py: hooks = (*hooks, *load_functions("hooks", cfg.hooks)) => pass
     """
     (tmp_path / "beside_it.py").write_text("FACTOR = 2\n")
     hook_file = tmp_path / "my_hooks.py"
@@ -2527,7 +2527,8 @@ def run_failing_tracker(make, cfg, start=0):
     for step in range(start + 1, 3):
         observe("log", {"step": step, "loss": 3.0 - step, "watch": watch})
     observe("eval", {"step": 2, "val_loss": 0.25})
-    observe("sample", {"step": 2, "texts": [SAMPLE, "the second"]})
+    rewards = {"rewards": [0.5, 1.0], "sample_reward": 0.75}
+    observe("sample", {"step": 2, "texts": [SAMPLE, "the second"]} | rewards)
     observe("error", {"error": "RuntimeError: out of luck"})
 
 
@@ -2578,7 +2579,8 @@ def test_wandb_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny, 
         first["watch/w/grad_norm"], 2 * np.linalg.norm(np.float64(WEIGHTS)), rtol=1e-6)
     table, = file.parent.glob("files/media/table/samples_*.json")
     assert json.loads(table.read_text()) == {
-        "columns": ["step", "text"], "data": [[2, SAMPLE], [2, "the second"]]}
+        "columns": ["step", "text", "reward"], "data": [[2, SAMPLE, 0.5], [2, "the second", 1.0]]}
+    assert [row["sample_reward"] for row in logged if "sample_reward" in row] == [0.75]
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1]
 
 
