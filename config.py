@@ -1111,8 +1111,8 @@ def _unused_errors(cfg):
     unused("document_mask", not cfg.document_mask, "eod_id")
     unused("log_every", not cfg.log_every, "watch")
     unused("temperature", not cfg.temperature, "top_k", "top_p")
-    unused("rope_factor", cfg.rope_factor == 1, "rope_scaling", "rope_original_len",
-           "rope_query_beta")
+    unused("rope_factor", cfg.rope_factor == 1, "rope_scaling")
+    unused("rope_factor", cfg.rope_factor == 1 and not cfg.rope_query_beta, "rope_original_len")
     unused("rope_scaling", cfg.rope_scaling != "yarn", "rope_attn_factor")
     unused("loss_norm", cfg.loss_norm != "constant", "loss_divisor")
     unused("schedule", cfg.schedule == "constant", "min_lr_frac")
@@ -1202,8 +1202,8 @@ def text_errors(sizes, cfg):
         errors.append(field_error(cfg, "layer_types", text))
     has_window = any(kind.startswith("sliding") for kind in cfg.layer_types)
     if cfg.layer_types and has_window != (cfg.sliding_window > 0):
-        text = f"sliding_window {cfg.sliding_window}: must be above 0 if layers slide, or else 0"
-        errors.append(field_error(cfg, "layer_types", text))
+        text = "must be above 0, since layers slide" if has_window else "no layer slides"
+        errors.append(field_error(cfg, "sliding_window", f"{text}: see layer_types"))
     if cfg.rope_local_theta and not cfg.sliding_window:
         errors.append(field_error(cfg, "rope_local_theta", "needs layers with a sliding_window"))
     if cfg.post_norm and cfg.sandwich_norm:

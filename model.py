@@ -2120,7 +2120,7 @@ GEMMA_LEGAL = {"hidden_act": None, "hidden_activation": ("gelu_pytorch_tanh",)} 
 HF_FAMILY_LEGAL = {
     "gemma2": GEMMA_LEGAL,
     "gemma3_text": GEMMA_LEGAL,
-    "smollm3": {"use_sliding_window": (False,)},
+    "smollm3": {"use_sliding_window": (False,), "sliding_window": ()},
     "seed_oss": {"attention_bias": (True, False)},  # of queries, keys and values
 }
 
@@ -2141,13 +2141,16 @@ def hf_fields(hf):
                          + ", ".join([*HF_FAMILIES, *HF_SAME]))
     if model_type == "seed_oss" and not hf.get("attention_bias", True):
         family = "llama"
+    if model_type == "mistral" and hf.get("layer_types"):
+        family = "ministral"
     form, options = HF_FAMILIES[family]
     names = HF_FIELDS
     if "n_experts" in form:
         names = names | HF_EXPERT_FIELDS
     if "num_local_experts" in hf:
         hf = {"num_experts": hf["num_local_experts"]} | hf
-    hf = HF_DEFAULTS | HF_FAMILY_DEFAULTS.get(model_type, {}) | hf
+    given = {name: x for name, x in hf.items() if x or name != "rope_parameters"}
+    hf = HF_DEFAULTS | HF_FAMILY_DEFAULTS.get(model_type, {}) | given
     # rope_scaling (transformers 4) or rope_parameters (5), perhaps one for each kind of layer: its
     # entries count as entries of hf.
     rope = hf.get("rope_parameters") or {}
@@ -2162,15 +2165,16 @@ def hf_fields(hf):
             errors.append(f"{name} {value!r}: must be one of {[*legal, None]}")
     errors += [f"{hf_name} {hf[hf_name]!r}: must be null" for name, hf_name
                in HF_OPTION_FIELDS.items() if hf.get(hf_name) and name not in options]
-    if local_rope.get("rope_type", "default") != "default":
+    if local_rope.get("rope_type", local_rope.get("type", "default")) != "default":
         errors.append(f"rope_parameters of sliding_attention {local_rope!r}: must have the "
                       "rope_type 'default'")
-    needed = list(names.values())
-    if hf["rope_type"] != "default":
-        needed.append("factor")
-    if hf["rope_type"] in ("llama3", "yarn"):
-        needed.append("original_max_position_embeddings")
-    errors += [f"{name}: is missing" for name in needed if name not in hf]
+    errors += [f"{name}: is missing" for name in names.values() if name not in hf]
+    of_rope = {"default": (), "linear": ("factor",)}
+    for name in of_rope.get(hf["rope_type"], ("factor", "original_max_position_embeddings")):
+        if not hf.get(name):
+            errors.append(f"{name}: is missing")
+    if hf["rope_type"] == "yarn" and (hf.get("factor") or 2) <= 1:
+        errors.append(f"factor {hf['factor']!r}: must be above 1 under yarn")
     if errors:
         raise ValueError("\n  ".join(["config.json: this model cannot express", *errors]))
 
@@ -2189,10 +2193,11 @@ def hf_fields(hf):
     if hf["rope_type"] != "default" and hf["factor"] != 1:
         fields["rope_factor"] = float(hf["factor"])
         fields["rope_scaling"] = hf["rope_type"]
-        if hf["rope_type"] != "linear":
-            fields["rope_original_len"] = hf["original_max_position_embeddings"]
         if hf["rope_type"] == "yarn":
             fields["rope_attn_factor"] = _hf_attn_factor(hf)
+    needs_len = fields["rope_factor"] != 1 and hf["rope_type"] != "linear"
+    if needs_len or fields.get("rope_query_beta"):
+        fields["rope_original_len"] = hf["original_max_position_embeddings"]
     if "n_experts" in form:
         fields["capacity_factor"] = 0.0
         fields["d_ff"] = hf.get("moe_intermediate_size") or fields["d_ff"]
@@ -2203,7 +2208,8 @@ def hf_text_part(hf):
     """The config.json of the text part of a model of text and vision, or hf itself."""
     if "text_config" not in hf:
         return hf
-    return {name: hf[name] for name in ("tie_word_embeddings",) if name in hf} | hf["text_config"]
+    of_all = ("tie_word_embeddings", "quantization_config")
+    return {name: hf[name] for name in of_all if name in hf} | hf["text_config"]
 
 
 def _hf_layers(hf, family):
@@ -2218,20 +2224,22 @@ def _hf_layers(hf, family):
     # Which layers slide, by a list of all layers, or by the family's rule.
     n_full = hf.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
     full_every = {"gemma2": 2, "olmo3": 4, "gemma3_text": hf.get("sliding_window_pattern", 6)}
+    named = hf.get("layer_types") if "mixed" in options else None
+    if named and (len(named) != n_layers or set(named) - {"full_attention", "sliding_attention"}):
+        raise ValueError(f"config.json: layer_types {named}: must be full_attention or "
+                         f"sliding_attention for each of {n_layers} layers")
     kinds = []
     for i in range(n_layers):
         is_full = i < n_full or (family in full_every and (i + 1) % full_every[family] == 0)
-        if "mixed" in options and hf.get("layer_types"):
-            kind = hf["layer_types"][i]
-            if kind not in ("full_attention", "sliding_attention"):
-                raise ValueError(f"config.json: layer_types {kind!r}: must be full_attention or "
-                                 "sliding_attention")
-            is_full = kind == "full_attention"
+        if named:
+            is_full = named[i] == "full_attention"
         kinds.append("full" if is_full or not window else "sliding")
     if "nope" in options:
         interval = hf.get("no_rope_layer_interval", 4)
         rotates = hf.get("no_rope_layers") or [(i + 1) % interval for i in range(n_layers)]
-        kinds = [kind if on else f"{kind}_nope" for kind, on in zip(kinds, rotates, strict=True)]
+        if len(rotates) != n_layers:
+            raise ValueError(f"config.json: no_rope_layers {rotates}: must have {n_layers} entries")
+        kinds = [kind if on else f"{kind}_nope" for kind, on in zip(kinds, rotates)]
     # The shortest period; none where all layers are alike.
     n = next(n for n in range(1, n_layers + 1) if kinds == (kinds[:n] * n_layers)[:n_layers])
     period = () if kinds[:n] in (["full"], ["sliding"]) else tuple(kinds[:n])

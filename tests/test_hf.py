@@ -57,6 +57,7 @@ MODELS = {
         rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5)), None),
     "qwen2 mixed": ("Qwen2", dict(use_sliding_window=True, sliding_window=5, num_hidden_layers=3,
                                   max_window_layers=1), None),
+    "ministral3 by default": ("Ministral3", dict(head_dim=8, rope_parameters=None), None),
     "ministral mixed": ("Ministral", dict(
         sliding_window=5, num_hidden_layers=3, head_dim=4,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"]), None),
@@ -368,10 +369,24 @@ REFUSED = {
     "layer types": (
         dict(model_type="qwen3", use_sliding_window=True, sliding_window=8,
              layer_types=["full_attention", "chunked_attention"]),
-        ["layer_types 'chunked_attention': must be full_attention or sliding_attention"]),
+        ["layer_types ['full_attention', 'chunked_attention']: must be full_attention or "
+         "sliding_attention for each of 2 layers"]),
+    "layer types of other layers": (
+        dict(model_type="gemma2", layer_types=["full_attention"]), ["for each of 2 layers"]),
+    "rotation of other layers": (
+        dict(model_type="smollm3", no_rope_layers=[1]), ["no_rope_layers [1]: must have 2"]),
+    "a window that is off": (
+        dict(model_type="smollm3", use_sliding_window=False, sliding_window=5),
+        ["sliding_window 5: must be one of [None]"]),
+    "yarn without a factor": (dict(rope_scaling=YARN | dict(factor=None)), ["factor: is missing"]),
+    "yarn that scales nothing": (dict(rope_scaling=YARN | dict(factor=1.0)),
+                                 ["factor 1.0: must be above 1 under yarn"]),
+    "weights of a text part in 8 bits": (
+        dict(quantization_config=dict(bits=8), text_config=SIZES | dict(model_type="llama")),
+        ["quantization_config"]),
     "scaled layers with a window": (
         dict(model_type="olmo3", sliding_window=8, rope_parameters=dict(
-            full_attention=YARN, sliding_attention=YARN)),
+            full_attention=YARN, sliding_attention=dict(type="linear", factor=4.0))),
         ["rope_parameters of sliding_attention"]),
     "biases of experts": (dict(model_type="seed_oss", mlp_bias=True), ["mlp_bias True"]),
     "experts": (dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8),
@@ -413,13 +428,16 @@ def test_sliding_windows_are_read():
         assert (fields["sliding_window"], fields["layer_types"]) == (window, ())
     for changes, kinds in (
             (dict(max_window_layers=1), "full sliding"),
+            (dict(model_type="mistral", max_window_layers=0,
+                  layer_types=["full_attention", "sliding_attention"]), "full sliding"),
             (dict(model_type="olmo3"), "sliding sliding sliding full"),
             (dict(model_type="gemma2"), "sliding full"),
             (dict(model_type="gemma3_text"), "sliding sliding sliding sliding sliding full"),
             (dict(model_type="gemma3_text", sliding_window_pattern=2), "sliding full"),
-            (dict(model_type="smollm3", use_sliding_window=False), "full full full full_nope"),
-            (dict(model_type="smollm3", use_sliding_window=False, no_rope_layers=[0] * 12),
-             "full_nope")):
+            (dict(model_type="smollm3", use_sliding_window=False, sliding_window=None),
+             "full full full full_nope"),
+            (dict(model_type="smollm3", use_sliding_window=False, sliding_window=None,
+                  no_rope_layers=[0] * 12), "full_nope")):
         n_layers = 2 if "max_window_layers" in changes else 12
         fields = model.hf_fields(hf | dict(num_hidden_layers=n_layers) | changes)
         assert " ".join(fields["layer_types"]) == kinds
