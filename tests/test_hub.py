@@ -150,7 +150,7 @@ def test_only_the_needed_files_are_fetched(monkeypatch):
     ("train.parquet test.parquet", "train.parquet", "test.parquet"),
     ("a/train-0.parquet b/train/0.parquet",
      r"^data hf://datasets/o/n.*: has several configurations; name one: .*/a/train-\*parquet.*/b/",
-     "^val_data hf://datasets/o/n.*: has no parquet files of the split; name its files, as in"),
+     "^val_data hf://datasets/o/n.*: has no parquet files of the split; name its files, as NAME"),
 ])
 @pytest.mark.parametrize("branch", ["main", "refs/convert/parquet"])
 def test_a_data_set_without_a_pattern_has_the_files_of_its_split(

@@ -125,7 +125,7 @@ def test_workers_get_other_resources(folder, address):
         with pytest.raises(ValueError, match="resources.*: must be JSON of amounts above 0, as"):
             on_ray.other_resources(make(resources=text))
     _, group = on_ray.place_workers(ray, make(n_workers="1", resources='{"TPU": 4}'))
-    assert group.bundle_specs == [{"CPU": 1.0, "TPU": 4.0}] and not group.wait(0)
+    assert group.bundle_specs == [{"CPU": 1.0, "GPU": 0.0, "TPU": 4.0}] and not group.wait(0)
     ray.util.remove_placement_group(group)
 
 
