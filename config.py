@@ -85,9 +85,10 @@ class Config:
 
     # ---- data
 
-    # training files: paths, globs, folders of Hugging Face datasets, or files on the Hub, as in
-    # 'hf://datasets/ORG/NAME/*.parquet'; empty: the source files of Python's standard library.
-    # With weights they are mixed in these proportions, as web.bin=0.7 code.bin=0.3
+    # training files: paths, globs, folders of Hugging Face datasets, objects in buckets, as in
+    # 's3://bucket/web/*.parquet' or 'gs://...', or data on the Hub, as in hf://datasets/ORG/NAME or
+    # 'hf://datasets/ORG/NAME/*.parquet'; empty: the source files of Python's standard library. With
+    # weights they are mixed in these proportions, as web.bin=0.7 code.bin=0.3
     data: tuple[str, ...] = ()
     # validation files or globs; empty: the last val_frac of data. Sets with names, as in
     # code='tests/*.py' prose=a.txt prose=b.txt, are evaluated one by one, and then either all

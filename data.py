@@ -337,6 +337,10 @@ def open_text(parts, cfg):
     # The sets of files, as (field, name, files). A set without a name is named "".
     train_sets = [("data", name, [name]) for name in weights] or [("data", "", cfg.data)]
     val_sets = [("val_data", *named) for named in named_sets(cfg.val_data).items()]
+    # Optional: data in buckets.
+    val_sets = fetch_buckets(val_sets, cfg)
+    if "train" in parts or not val_sets:
+        train_sets = fetch_buckets(train_sets, cfg)
     check_disjoint(train_sets + val_sets)
 
     # Validation data from files of its own.
@@ -474,7 +478,8 @@ def expand(patterns, lenient=False, field="data"):
     pattern without a match, unless lenient.
     """
     paths = {}  # by real path: a link counts as its target
-    for pattern in map(hub_path, map(str, patterns)):  # optional: names on the Hub
+    for pattern in map(str, patterns):
+        pattern = hub_path(pattern, field=field)  # optional: names on the Hub
         is_found = False
         for name in _matches(pattern):
             # Optional: a folder with splits, written by the datasets library.
@@ -1344,7 +1349,8 @@ def require(module, user):
 # ---- optional
 # Mixtures, document mask, packing, token files, rows of token ids, prompts and chats, summaries,
 # examples, values per example, prompts of samples, file formats, rows from Python, tokenizers,
-# names on the Hub. A section can be deleted together with the few lines that call it.
+# names on the Hub, data in buckets. A section can be deleted together with the few lines that call
+# it.
 
 # ---- mixtures
 
@@ -2692,15 +2698,17 @@ def copy_tokenizer(name, folder):
 # weights.
 HUB_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "adapter_model.safetensors")
 HUB_WEIGHTS = ("model*.safetensors",)
+HUB_PARQUET = "refs%2Fconvert%2Fparquet"  # branch with the Hub's own conversion of a data set
 
 
 @cache
-def hub_path(name, weights=False):
+def hub_path(name, weights=False, field="data"):
     """Fetch the files of a name on the Hub into its cache; return their local path. Another name is
     returned unchanged.
 
-    name: hf://ORG/NAME, a model or tokenizer; hf://datasets/ORG/NAME/PATTERN, files of a data set.
-    @REVISION may follow NAME. A PATTERN may have * and **. weights: also fetch those of a model.
+    name: hf://ORG/NAME, a model or tokenizer; hf://datasets/ORG/NAME/PATTERN, files of a data set;
+    hf://datasets/ORG/NAME, the parquet files of its split for `field`. @REVISION may follow NAME. A
+    PATTERN may have * and **. weights: also fetch those of a model.
     Raises ValueError when the files cannot be fetched and are not in the cache.
     """
     if not name.startswith("hf://"):
@@ -2710,13 +2718,105 @@ def hub_path(name, weights=False):
         raise ValueError(f"{name}: a name on the Hub must be hf://ORG/NAME, hf://ORG/NAME@REVISION "
                          "or hf://datasets/ORG/NAME@REVISION/PATTERN; write / in a revision as %2F")
     is_dataset, repo, revision, path = match.groups(default="")
+    library = require("huggingface_hub", name)
+    if is_dataset and not path:
+        return hub_path(_hub_split(library, name.rstrip("/"), repo, revision, field))
     patterns = HUB_SETTINGS + HUB_WEIGHTS if weights else HUB_SETTINGS
     if path:  # in these patterns * also matches /; a path may be a folder of datasets
         patterns = (path.replace("**/", "*"), f"{path}/*")
-    library = require("huggingface_hub", name)
     kind = "dataset" if is_dataset else "model"
     with as_value_error(name, Exception):
         # The library uses its cache where it has the files, or where there is no network.
         folder = library.snapshot_download(repo, repo_type=kind, revision=unquote(revision) or None,
                                            allow_patterns=list(patterns))
     return os.path.join(folder, path)
+
+
+def _hub_split(library, name, repo, revision, field):
+    """The pattern of the parquet files of a split. A data set in another format has them in a
+    branch of the Hub. field: chooses the split, see `expand`.
+    """
+    options = {"repo_type": "dataset", "revision": unquote(revision) or None}
+    advice = f"{field} {name}: has no parquet files of the split; name its files, as NAME/*.jsonl"
+    with as_value_error(advice, Exception):
+        try:
+            files = library.list_repo_files(repo, **options)
+        except Exception:  # without network: the files in the cache
+            folder = Path(library.snapshot_download(repo, allow_patterns=[], **options))
+            files = [file.relative_to(folder).as_posix() for file in folder.rglob("*.parquet")]
+    for split_name in VAL_SPLITS if field == "val_data" else ("train",):
+        # FOLDER/train-00000-of-00002.parquet, FOLDER/train/0.parquet or FOLDER/train.parquet
+        regex = re.compile(rf"((?:.*/)?{split_name}[-/.])[^/]*parquet")
+        found = sorted({f"{name}/{x[1]}*parquet" for x in map(regex.fullmatch, files) if x})
+        if len(found) > 1:
+            raise ValueError(f"{field} {name}: has several configurations; name one: {found}")
+        if found:
+            return found[0]
+    if revision:
+        raise ValueError(advice)
+    return _hub_split(library, f"{name}@{HUB_PARQUET}", repo, HUB_PARQUET, field)
+
+
+# ---- data in buckets
+
+def fetch_buckets(sets, cfg):
+    """Sets of files, (field, name, patterns), with local paths in place of URLs of buckets."""
+    fetched = []
+    for field, name, patterns in sets:
+        paths = [_fetch_objects(str(pattern), field, cfg) for pattern in patterns]
+        fetched.append((field, name, [*chain.from_iterable(paths)]))
+    return fetched
+
+
+def _fetch_objects(url, field, cfg):
+    """Fetch the objects that match into the token cache; return their paths. A local path is
+    returned unchanged.
+
+    url: gs://BUCKET/PATTERN, s3://BUCKET/PATTERN or s3://BUCKET/PATTERN?endpoint=http://HOST:PORT.
+    A PATTERN may have * and **.
+    """
+    if not re.match("(gs|s3)://", url):
+        return [url]
+    address, _, endpoint = url.partition("?endpoint=")
+    bucket, _, pattern = address[5:].partition("/")
+    driver = "gcs" if url.startswith("gs") else "s3"
+    retries = {"max_retries": 4, "initial_delay": "1s"}  # 15 s in all, as for checkpoints
+    spec = {"driver": driver, "bucket": bucket, f"{driver}_request_retries": retries}
+    if endpoint:
+        spec["endpoint"] = endpoint
+    regex = re.escape(pattern).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
+    ts = require("tensorstore", url)
+    try:
+        store = ts.KvStore.open(spec).result()
+        prefix = pattern.partition("*")[0]
+        keys = store.list(ts.KvStore.KeyRange(prefix, f"{prefix}\U0010ffff")).result()
+        names = [name for name in sorted(map(bytes.decode, keys)) if re.fullmatch(regex, name)]
+        fetch = partial(_fetch_object, store, _token_cache_folder(cfg))
+        with ThreadPoolExecutor(4) as pool:  # objects in memory at a time
+            paths = [*tqdm(pool.map(fetch, names), url, len(names), leave=False, disable=None)]
+    except (OSError, ValueError) as e:
+        reason = str(e).partition(" [")[0]  # without TensorStore's spec
+        raise ValueError(f"{field} {url}: cannot be fetched; check the bucket's name, and your "
+                         f"credentials and right to list and read it: {reason}") from None
+    if not paths or pattern.endswith("/"):
+        raise ValueError(f"{field} {url}: no object matches it; name files, as in 'FOLDER/*.txt'")
+    return paths
+
+
+def _fetch_object(store, folder, name):
+    """Fetch an object into a subfolder of `folder` that is named after its version, unless it is
+    there; return its path.
+    """
+    def write(temporary):
+        with open(temporary / path.name, "wb") as file:
+            file.write(store.read(name).result().value)
+            file.flush()
+            os.fsync(file.fileno())
+
+    # A read of no bytes gives the version: an etag or a generation.
+    version = store.read(name, byte_range=slice(0, 0)).result().stamp.generation
+    key = json.dumps([store.spec().to_json(), name, version.hex()])
+    path = Path(folder, hashlib.sha256(key.encode()).hexdigest()[:20], Path(name).name)
+    if not path.exists():
+        _write_once(path.parent, write, lambda: path.exists() or None)
+    return str(path)

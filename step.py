@@ -1195,8 +1195,8 @@ def init_distributed(coordinator, n_processes, process_id):
     """Connect to the other processes of a run. Call it before anything touches a device.
 
     coordinator: host:port of process 0. With "auto", JAX takes all three values from Slurm, Open
-    MPI or Kubernetes. JAX ends a process that is not connected after 300 s with exit code 134, and
-    all processes HEARTBEAT_TIMEOUT_S after one has died.
+    MPI, Kubernetes or Cloud TPU. JAX ends a process that is not connected after 300 s with exit
+    code 134, and all processes HEARTBEAT_TIMEOUT_S after one has died.
 
     Raises ValueError when the port of process 0 cannot be used.
     """

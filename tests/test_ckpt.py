@@ -29,6 +29,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import ckpt
+import config
+import data
 import model
 import stress
 from conftest import ROOT
@@ -988,6 +990,42 @@ def test_an_object_store_holds_checkpoints(store):
         ckpt.save(root, 1, tree, log=str).result(30)
     with pytest.raises(ValueError, match="nobucket/some/run.* cannot be listed: "):
         ckpt.steps(root)
+
+
+def test_data_in_an_object_store(store, tmp_path):
+    """Objects that match are fetched once for each version; errors name flag and URL.
+
+    Break: data.py: name, version.hex()]) => name])
+    """
+    make = store.format("bucket").replace("some/run", "web/{}").format
+
+    def put(name, text):
+        ckpt._open(make("")).write(name, text).result()
+
+    for name in ("b.jsonl", "a.jsonl", "x/c.jsonl", "a.txt"):
+        put(name, b'{"text": "a"}' * 30)
+    cfg = config.Config(token_cache=str(tmp_path))
+
+    def fetch(pattern, field="data"):
+        (_, _, paths), = data.fetch_buckets([(field, "", [pattern])], cfg)
+        return [Path(path) for path in paths]
+
+    first = fetch(make("*.jsonl"))
+    assert [path.name for path in first] == ["a.jsonl", "b.jsonl"]
+    assert first[0].read_bytes() == b'{"text": "a"}' * 30
+    assert [path.name for path in fetch(make("**/*.jsonl"))] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    times = [path.stat().st_ctime_ns for path in first]
+    assert fetch(make("a.jsonl")) == first[:1]
+    put("a.jsonl", b"changed")
+    second = fetch(make("*.jsonl"))
+    assert second[0] != first[0] and second[0].read_bytes() == b"changed"
+    assert second[1] == first[1] and second[1].stat().st_ctime_ns == times[1]
+    for pattern, words in ((make("*.csv"), r"csv.*: no object matches it; name files, as in"),
+                           (make(""), "no object matches it"),
+                           (make("*").replace("bucket", "nobucket"), "nobucket.*: cannot be fetc"
+                            "hed; check the bucket's name, and your credentials and right")):
+        with pytest.raises(ValueError, match=f"^val_data {pattern[:5]}.*{words}"):
+            fetch(pattern, "val_data")
 
 
 # ---- locks of buckets

@@ -344,6 +344,35 @@ def test_malformed_tables_are_rejected(tables):
         clicks.sizes(clicks.ClicksConfig(tables=tables))
 
 
+def test_parquet_gives_the_arrays_of_npz(planted, tmp_path):
+    """Lists of ids may be shorter than their table is wide; nulls are refused.
+
+    Break: tests/recipes/clicks.py: arrays[f"{name}_n"] = counts => pass
+    """
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    cfg = planted(1, 200)
+    day = dict(np.load(cfg.data[0].replace("*", "day000")))
+    counts = day.pop("history_n")
+    columns = {name: x.tolist() for name, x in day.items()}
+    columns["history"] = [ids[:n] for ids, n in zip(columns["history"], counts)]
+    ids = pa.uint64()
+    types = {"user": ids, "item": ids, "category": ids, "history": pa.list_(ids),
+             "dense": pa.list_(pa.float32(), 4)}
+    columns = {name: pa.array(x, types.get(name)) for name, x in columns.items()}
+    path = tmp_path / "day.parquet"
+    parquet.write_table(pa.table(columns), path, row_group_size=64)
+    wanted = clicks.read_day(cfg.data[0].replace("*", "day000"), cfg)
+    found = clicks.read_day(path, cfg)
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        assert found[name].dtype == x.dtype and np.array_equal(found[name], x), name
+    columns["user"] = pa.array([None] * 200, pa.uint64())
+    parquet.write_table(pa.table(columns), path)
+    with pytest.raises(ValueError, match="day.parquet: user has nulls; replace them"):
+        clicks.read_day(path, cfg)
+
+
 # ---- sparse rows
 
 # Two tables of 8 rows. Two arrays of the batch have ids of "near", one has ids of "far".

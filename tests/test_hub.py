@@ -101,7 +101,8 @@ def test_local_paths_of_names(cache, monkeypatch):
     assert names == {"*.txt": ["c.txt"], "*/*.txt": ["day1/a.txt", "day2/b.txt"],
                      "**/*.txt": ["c.txt", "day1/a.txt", "day2/b.txt"]}
     for name, words in (("hf://datasets/o/n/*.csv", r"\*.csv': no such file"),
-                        ("hf://datasets/o/n", f"{COMMIT_1}/': is a folder; name its files"),
+                        ("hf://datasets/o/n/day1", "day1': is a folder; name its files"),
+                        ("hf://datasets/o/n", "hf://datasets/o/n@refs.*: has no parquet files of"),
                         ("hf://o/x@v2", "^hf://o/x@v2: .*cache")):
         with pytest.raises(ValueError, match=words):
             data.expand([name])
@@ -140,6 +141,34 @@ def test_only_the_needed_files_are_fetched(monkeypatch):
     for call in (*wanted, *wanted):
         data.hub_path(*call)
     assert fetched == [*wanted.values()]
+
+
+@pytest.mark.parametrize("files, train_files, val_files", [
+    ("data/train-0.parquet data/train-1.parquet data/train_sft-0.parquet data/test-0.parquet",
+     "data/train-0.parquet data/train-1.parquet", "data/test-0.parquet"),
+    ("a/train/0.parquet a/validation/0.parquet a/test/0.parquet", "a/train/0.parquet",
+     "a/validation/0.parquet"),
+    ("train.parquet test.parquet", "train.parquet", "test.parquet"),
+    ("a/train-0.parquet b/train/0.parquet",
+     r"^data hf://datasets/o/n.*: has several configurations; name one: .*/a/train-\*parquet.*/b/",
+     "^val_data hf://datasets/o/n.*: has no parquet files of the split; name its files, as NAME"),
+])
+@pytest.mark.parametrize("branch", ["main", "refs/convert/parquet"])
+def test_a_data_set_without_a_pattern_has_the_files_of_its_split(
+        cache, files, train_files, val_files, branch):
+    """In its own branch, or in that of the Hub's conversion; several configurations are an error.
+
+    Break: data.py: {split_name}[-/.])[^/]*parquet => {split_name}).*parquet
+    """
+    put(cache, "dataset", "o/n", COMMIT_2, {"README.md": "a"})
+    folder = str(put(cache, "dataset", "o/n", COMMIT_1, dict.fromkeys(files.split(), ""), branch))
+    for field, expected in (("data", train_files), ("val_data", val_files)):
+        if expected.startswith("^"):
+            with pytest.raises(ValueError, match=expected):
+                data.expand(["hf://datasets/o/n"], field=field)
+        else:
+            found = data.expand(["hf://datasets/o/n"], field=field)
+            assert [str(path) for path in found] == [f"{folder}/{x}" for x in expected.split()]
 
 
 # ---- runs

@@ -112,6 +112,23 @@ def test_two_workers_train_as_one_process_and_a_killed_one_changes_no_bit(
     assert same(arrays("two"), arrays("killed_run"))
 
 
+def test_workers_get_other_resources(folder, address):
+    """As TPUs, in amounts; the cluster has none of these, so no room. Other texts are refused.
+
+    Break: tests/recipes/on_ray.py: | other_resources(cfg) => | {}
+    """
+    import ray
+
+    make = on_ray.RayConfig
+    assert on_ray.other_resources(make(resources='{"TPU": 4}')) == {"TPU": 4}
+    for text in ("TPU", "[4]", '{"TPU": 0}', '{"TPU": "4"}'):
+        with pytest.raises(ValueError, match="resources.*: must be JSON of amounts above 0, as"):
+            on_ray.other_resources(make(resources=text))
+    _, group = on_ray.place_workers(ray, make(n_workers="1", resources='{"TPU": 4}'))
+    assert group.bundle_specs == [{"CPU": 1.0, "GPU": 0.0, "TPU": 4.0}] and not group.wait(0)
+    ray.util.remove_placement_group(group)
+
+
 def test_deaths_beyond_max_restarts_and_user_errors_are_printed_in_one_sentence(
         folder, address, cache_dir, capfd):
     """The exit codes are 1 and 2. A user's error causes no restart.

@@ -27,7 +27,8 @@ FEATURES = [
     "rematerialization", "attention by cuDNN, attention by Pallas", "attention by blocks",
     "document mask", "loss scaling for float16", "optimizer in host memory", "weight statistics",
     "evaluation batches of another size", "mixtures", "examples", "values per example",
-    "names on the Hub", "locks of buckets", "logs of all processes", "parameters in bfloat16"]
+    "names on the Hub", "data in buckets", "locks of buckets", "logs of all processes",
+    "parameters in bfloat16", "layers that differ"]
 
 # {feature: [(file, text, what stands there instead)]}, where a statement that uses a room does more
 # than that. All others become `pass`.
@@ -72,8 +73,6 @@ EDITS = {
          "return sums, counts"),
     ],
     "names on the Hub": [
-        ("data.py", "map(hub_path, map(str, patterns)):  # optional: names on the Hub",
-         "map(str, patterns):"),
         ("train.py", 'Path(data.hub_path(path), "tokenizer.json")', 'Path(path, "tokenizer.json")'),
         ("train.py", 'Path(data.hub_path(path), "config.json")', 'Path(path, "config.json")'),
         ("train.py", "data.hub_path(path, weights=True)", "path"),

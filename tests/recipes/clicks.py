@@ -3,9 +3,11 @@
 
 python tests/recipes/clicks.py --data 'out/days/*.npz'  # make_clicks.py can write such files
 
-A day is an .npz file, or several: see windows.py. A file has "label" [n] of 0 and 1, "dense" [n,
-n_dense], and for each --tables entry NAME=ROWS:VALUES an array NAME [n, VALUES] of 64-bit ids.
-NAME_n [n] is optional: the number of ids of each example that count.
+A day is an .npz or .parquet file, or several: see windows.py. A file has "label" [n] of 0 and 1,
+"dense" [n, n_dense], and for each --tables entry NAME=ROWS:VALUES an array NAME [n, VALUES] of
+64-bit ids. NAME_n [n] is optional: the number of ids of each example that count. In a .parquet file
+arrays are columns of numbers, or of lists of numbers. A list of ids may be shorter than VALUES: its
+length takes the place of NAME_n.
 """
 import sys
 from dataclasses import dataclass
@@ -254,7 +256,7 @@ def read_day(path, cfg):
     """
     names = ["label", "dense", *sizes(cfg)]
     counts = [f"{name}_n" for name in sizes(cfg)]
-    day = read_arrays(path, [*names, *counts])
+    day = read_arrays(path, [*names, *counts], sizes(cfg))
     config.raise_if_errors([f"has no {name!r}" for name in sorted(names) if name not in day], path)
     errors = dtype_and_shape_errors(day, cfg)
     if not errors:
@@ -279,10 +281,12 @@ def read_files(paths, cfg):
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def read_arrays(path, names):
-    """{name: array} of these names, as far as a file has them. Raises ValueError for a file or an
-    array that cannot be read.
+def read_arrays(path, names, tables):
+    """{name: array} of these names, as far as a file has them. tables: as of `sizes`. Raises
+    ValueError for a file or an array that cannot be read.
     """
+    if str(path).endswith(".parquet"):
+        return read_columns(path, names, tables)
     arrays = {}
     with data.as_value_error(f"{path}: cannot be read; write it again with np.savez", Exception):
         archive = np.load(path)
@@ -293,6 +297,38 @@ def read_arrays(path, names):
                 with data.as_value_error(f"{path}: {name} cannot be read; write it again with "
                                          "np.savez, as an array of numbers", Exception):
                     arrays[name] = np.asarray(archive[name])
+    return arrays
+
+
+def read_columns(path, names, tables):
+    """read_arrays of a parquet file. Lists of ids are padded, and NAME_n is their lengths."""
+    parquet = data.require("pyarrow.parquet", path)
+    with data.as_value_error(f"{path}: cannot be read as parquet", Exception):
+        present = parquet.read_schema(path).names
+        found = parquet.read_table(path, columns=[name for name in names if name in present])
+    arrays = {}
+    for name in found.column_names:
+        column = found[name].combine_chunks()
+        counts = None
+        if column.type.num_fields:  # a list for each example
+            counts = np.asarray(column.value_lengths())
+        values = column if counts is None else column.flatten()
+        if column.null_count or values.null_count:
+            config.raise_if_errors([f"{name} has nulls; replace them, as by an id of their own"],
+                                   path)
+        values = values.to_numpy(zero_copy_only=False)
+        if counts is None:
+            arrays[name] = values
+            continue
+        # Lists become rows of one length. Of other arrays than ids, all lists must have it.
+        width = max(counts.max(initial=0), tables.get(name, (0, 0))[1])
+        is_used = np.arange(width) < counts[:, None]
+        if name not in tables and not is_used.all():
+            config.raise_if_errors([f"{name} has lists of different lengths"], path)
+        arrays[name] = np.zeros(is_used.shape, values.dtype)
+        arrays[name][is_used] = values
+        if name in tables:
+            arrays[f"{name}_n"] = counts
     return arrays
 
 

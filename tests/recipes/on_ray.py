@@ -8,6 +8,7 @@ The hosts share a file system. Relative paths are relative to the caller's folde
 resume such a run, and this recipe can resume a run of train.py.
 """
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ class RayConfig(config.Config):
     wait_s: config.NonNegFloat = 60.0  # wait so long for room for MAX workers, then take fewer
     n_cpus: config.PosInt = 1  # CPUs per worker
     n_gpus: config.NonNegInt = 0  # GPUs per worker
+    resources: str = "{}"  # other resources per worker, as '{"TPU": 4}' for a host with 4 TPUs
     max_restarts: config.NonNegInt = 3  # restarts from the last checkpoint after a worker died
     # address of a cluster as host:port, or auto; empty: start a cluster on this machine
     ray_address: str = ""
@@ -146,11 +148,24 @@ def worker_counts(cfg):
     return counts
 
 
+def other_resources(cfg):
+    """{name: amount} of cfg.resources."""
+    try:
+        found = json.loads(cfg.resources)
+        if all(type(x) in (int, float) and x > 0 for x in found.values()):
+            return found
+    except (ValueError, AttributeError):
+        pass
+    config.raise_if_errors([config.field_error(
+        cfg, "resources", """must be JSON of amounts above 0, as '{"TPU": 4}'""")])
+
+
 def place_workers(ray, cfg):
     """Reserve room for as many workers as the cluster has within cfg.wait_s: (number, group)."""
     counts = worker_counts(cfg)
+    room = {"CPU": cfg.n_cpus, "GPU": cfg.n_gpus} | other_resources(cfg)
     for n in counts:
-        group = ray.util.placement_group([{"CPU": cfg.n_cpus, "GPU": cfg.n_gpus}] * n, "SPREAD")
+        group = ray.util.placement_group([room] * n, "SPREAD")
         wait_s = 5
         if n == counts[0] and len(counts) > 1:
             wait_s = cfg.wait_s
@@ -189,7 +204,8 @@ def attempt(ray, cfg, plain, on_row, progress):
     workers = []
     for i in range(n):
         worker = once(work).options(
-            num_cpus=cfg.n_cpus, num_gpus=cfg.n_gpus, scheduling_strategy=places[i])
+            num_cpus=cfg.n_cpus, num_gpus=cfg.n_gpus, resources=other_resources(cfg),
+            scheduling_strategy=places[i])
         workers.append(worker.remote(plain, i, n, address, os.getcwd(), queue))
 
     received = {}
