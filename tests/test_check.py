@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import check
+import config
 import model
 from conftest import ROOT
 
@@ -43,9 +44,8 @@ def test_items_of_a_machine_can_run(platform, n_devices):
         if function == "numbers":
             dtype, attention, variants = args
             for case, changes in check.VARIANTS[variants]:
-                fields = dict(packing="stream", document_mask=False, deterministic=False)
-                fields |= check.SMALL | check.CASES[case] | changes
-                cfg = types.SimpleNamespace(**fields, dtype=dtype, attention=attention)
+                fields = check.SMALL | check.CASES[case] | changes
+                cfg = config.Config(**fields | {"dtype": dtype, "attention": attention})
                 assert model.choose_attention(cfg, platform) == attention
 
 

@@ -18,7 +18,7 @@ FORKS = {
         ("step.py", '    "rmsprop": 2e-3', '    "nadam": 2e-3,\n    "rmsprop": 2e-3')],
         "test_step.py -k first_moments_alone"),
     "the architecture": ([
-        ("model.py", "jax.nn.silu(", "jax.nn.relu(")],
+        ("model.py", "else jax.nn.silu", "else jax.nn.relu")],
         "test_model.py -k forward_equals_numpy"),
     "a term of the loss": ([
         ("model.py", '"z": z_BT', '"z": z_BT, "doubled": 2 * z_BT')],

@@ -90,7 +90,8 @@ def test_answers_loss_and_gradient():
         return np.where(hit, log_softmax_64(logits), 0).sum(axis=-1)
 
     advantage_B1 = np.float64(batch["advantage"])[:, None]
-    reference_BT, old_BT = (logp_64(model.forward(x, batch, cfg)) for x in (first, drawing))
+    forward = jax.jit(lambda params: model.forward(params, batch, cfg))
+    reference_BT, old_BT = (logp_64(forward(x)) for x in (first, drawing))
 
     def terms_64(logp_BT):
         ratio = np.exp(logp_BT - old_BT)
@@ -103,8 +104,8 @@ def test_answers_loss_and_gradient():
         sums, counts = rl.loss(params, batch, cfg)
         return sums["objective"], (sums, counts)
 
-    logits, pull_back = jax.vjp(lambda p: model.forward(p, batch, cfg), params)
-    (_, (sums, counts)), grads = jax.value_and_grad(objective, has_aux=True)(params)
+    logits, pull_back = jax.vjp(forward, params)
+    (_, (sums, counts)), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(params)
     logp_BT = logp_64(logits)
     expected, divergence = terms_64(logp_BT)
     np.testing.assert_allclose(sums["objective"], expected.sum(), rtol=1e-4)
@@ -226,7 +227,8 @@ def test_killed_within_a_group_of_steps_equals_straight(tmp_path, cache_dir):
     """
     cfg = rl.RlConfig(**SUMS | dict(
         out_dir=str(tmp_path / "straight"), cache_dir=cache_dir, inner_steps=3, steps=8,
-        save_every=4, eval_every=0, log_every=1, d_model=32, n_layers=1, fsdp=2, sample_every=0))
+        save_every=4, eval_every=0, log_every=1, d_model=32, n_layers=1, fsdp=2, sample_every=0,
+        batch_size=64))
     straight = train_rl(cfg)
     killed = dataclasses.replace(cfg, out_dir=str(tmp_path / "killed"))
     resumed = killed_and_resumed(killed, 6, train_rl)
