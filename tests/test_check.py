@@ -262,6 +262,7 @@ def test_planted_errors_are_found(tmp_path):
         tmp_path / "noise",
         ("step.py", "    old_opt = state[\"opt\"]\n",
          f"    old_opt = state[\"opt\"]\n    lr *= {NOISE}\n"),
+        ("tests/check.py", "n_layers=2, d_model=256,", "n_layers=1, d_model=64,"),
         ("tests/check.py", "N_CALLS, SECONDS = 5000, 25", "N_CALLS, SECONDS = 20, 25"))
     code, output, (calls, processes) = run_check(folder, "--only", "determinism/threads-1")
     assert code == 1, output
