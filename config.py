@@ -1198,9 +1198,10 @@ def text_errors(sizes, cfg):
         errors += _multiple_errors("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads)
     if cfg.head_dim % 2:
         errors.append(field_error(cfg, "head_dim", "must be even, for rotary positions"))
-    if not set(cfg.layer_types) <= set(LAYER_TYPES) or len(cfg.layer_types) > cfg.n_layers:
-        text = f"must be at most n_layers {cfg.n_layers} of {', '.join(LAYER_TYPES)}"
-        errors.append(field_error(cfg, "layer_types", text))
+    for kind in sorted(set(cfg.layer_types) - set(LAYER_TYPES)):
+        errors.append(f"layer_types {kind!r}: must be {', '.join(LAYER_TYPES)}")
+    if len(cfg.layer_types) > cfg.n_layers:
+        errors.append(field_error(cfg, "layer_types", f"are more than n_layers {cfg.n_layers}"))
     has_window = any(kind.startswith("sliding") for kind in cfg.layer_types)
     if cfg.layer_types and has_window != (cfg.sliding_window > 0):
         text = "must be above 0, since layers slide" if has_window else "no layer slides"

@@ -2784,13 +2784,15 @@ def _fetch_objects(url, field, cfg):
     spec = {"driver": driver, "bucket": bucket, f"{driver}_request_retries": retries}
     if endpoint:
         spec["endpoint"] = endpoint
-    regex = re.escape(pattern).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
+    regex = re.escape(pattern).replace(r"\*\*/", "(.*/)?").replace(r"\*\*", ".*")
+    regex = regex.replace(r"\*", "[^/]*")
     ts = require("tensorstore", url)
     try:
         store = ts.KvStore.open(spec).result()
         prefix = pattern.partition("*")[0]
         keys = store.list(ts.KvStore.KeyRange(prefix, f"{prefix}\U0010ffff")).result()
-        names = [name for name in sorted(map(bytes.decode, keys)) if re.fullmatch(regex, name)]
+        names = [name for name in sorted(map(bytes.decode, keys)) if re.fullmatch(regex, name)
+                 and not name.endswith("/")]  # which consoles make for a folder
         fetch = partial(_fetch_object, store, _token_cache_folder(cfg))
         with ThreadPoolExecutor(4) as pool:  # objects in memory at a time
             paths = [*tqdm(pool.map(fetch, names), url, len(names), leave=False, disable=None)]
@@ -2808,13 +2810,19 @@ def _fetch_object(store, folder, name):
     there; return its path.
     """
     def write(temporary):
+        content = store.read(name).result().value
+        if version_now() != version:
+            raise ValueError(f"{name} changed while it was read; launch again")
         with open(temporary / path.name, "wb") as file:
-            file.write(store.read(name).result().value)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
 
-    # A read of no bytes gives the version: an etag or a generation.
-    version = store.read(name, byte_range=slice(0, 0)).result().stamp.generation
+    def version_now():
+        """The etag or generation, by a read of no bytes."""
+        return store.read(name, byte_range=slice(0, 0)).result().stamp.generation
+
+    version = version_now()
     key = json.dumps([store.spec().to_json(), name, version.hex()])
     path = Path(folder, hashlib.sha256(key.encode()).hexdigest()[:20], Path(name).name)
     if not path.exists():

@@ -741,7 +741,9 @@ def run_hooks(hooks, event, value):
                 missing = sorted(value.keys() - {*new})
                 assert not missing, f"its result lacks {missing}; return None, or value | {{...}}"
         except Exception as e:
-            e.add_note(f"in the hook {getattr(hook, '__qualname__', hook)}, at the event {event}")
+            function = getattr(hook, "func", hook)  # of a partial
+            name = getattr(function, "__qualname__", function)
+            e.add_note(f"in the hook {name}, at the event {event}")
             raise
         if new is not None:
             value = new
@@ -2338,16 +2340,30 @@ def read_adapter(path):
         return model.adapter_fields(settings, tensors), tensors
 
 
+def fits_adapters(source):
+    """Whether an adapter of PEFT fits the weights of a source in init_from, or of a run that began
+    with them.
+    """
+    path = ckpt.parse_source(source)["path"]
+    hf = read_hf_config(path)
+    if hf:
+        return model.fits_adapters(hf)
+    saved = ckpt.read_json(Path(path, "config.json"))
+    return all(fits_adapters(text) for text in saved.get("init_from", ()))
+
+
 def open_adapter(path, cfg):
     """{"names", "read"} of an adapter of PEFT, or None for another path."""
     fields, tensors = read_adapter(path)
     if not fields:
         return None
-    for text in cfg.init_from:
-        base = ckpt.parse_source(text)["path"]
-        if base != path and not model.fits_adapters(read_hf_config(base)):
-            raise ValueError(f"init_from {path}: the weights of its base {base} are changed when "
-                             "they are read; merge the adapter by PEFT's merge_and_unload first")
+    others = [text for text in cfg.init_from if ckpt.parse_source(text)["path"] != path]
+    if any(read_adapter(ckpt.parse_source(text)["path"])[0] for text in others):
+        raise ValueError(f"init_from {path}: there is another adapter; merge one of them by PEFT's "
+                         "merge_and_unload first")
+    if not all(fits_adapters(text) for text in others):
+        raise ValueError(f"init_from {path}: the weights of its base are changed when they are "
+                         "read; merge the adapter by PEFT's merge_and_unload first")
     pieces = model.hf_pieces(cfg, adapter=True)
     return {"names": dict.fromkeys(pieces), "read": partial(ckpt.read_tensors, tensors, pieces)}
 
@@ -2495,6 +2511,10 @@ def examples_writer(cfg, loss, val_data):
     if not all(is_given):
         raise ValueError("examples_file: this task has no values per example; leave it out")
     found = {name: [] for name in val_data}  # values of each batch
+    # A file that cannot be written is an error now, not after the evaluation.
+    with data.as_value_error(f"examples_file {cfg.examples_file}: cannot be written", OSError):
+        Path(cfg.examples_file).parent.mkdir(parents=True, exist_ok=True)
+        open(cfg.examples_file, "a", encoding="utf-8").close()
 
     def collect(event, row):
         if event == "eval_batch" and is_main():
@@ -2512,7 +2532,6 @@ def write_examples(path, found):
 
     found: {name of a set: [{name: array} of each batch]}.
     """
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         for name, batches in found.items():
             columns = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}

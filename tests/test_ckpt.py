@@ -1004,6 +1004,7 @@ def test_data_in_an_object_store(store, tmp_path):
 
     for name in ("b.jsonl", "a.jsonl", "x/c.jsonl", "a.txt"):
         put(name, b'{"text": "a"}' * 30)
+    put("x/", b"-")  # as consoles make a folder
     cfg = config.Config(token_cache=str(tmp_path))
 
     def fetch(pattern, field="data"):
@@ -1014,6 +1015,7 @@ def test_data_in_an_object_store(store, tmp_path):
     assert [path.name for path in first] == ["a.jsonl", "b.jsonl"]
     assert first[0].read_bytes() == b'{"text": "a"}' * 30
     assert [path.name for path in fetch(make("**/*.jsonl"))] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert [path.name for path in fetch(make("x/**"))] == ["c.jsonl"]
     times = [path.stat().st_ctime_ns for path in first]
     assert fetch(make("a.jsonl")) == first[:1]
     put("a.jsonl", b"changed")

@@ -235,8 +235,8 @@ def test_the_values_of_each_text_are_those_of_numpy(changes, tiny, tmp_path):
     assert shapes == {("nats", (cfg.eval_batch_size or cfg.batch_size, T))}
 
 
-def test_a_task_without_values_per_example_is_refused(tiny):
-    """Its loss takes no `examples`, or its source has none.
+def test_a_task_without_values_per_example_is_refused(tiny, tmp_path):
+    """Its loss takes no `examples`, or its source has none; and a file that cannot be written.
 
     Break: train.py: if not all(is_given): => if not any(is_given):
     """
@@ -248,6 +248,8 @@ def test_a_task_without_values_per_example_is_refused(tiny):
     for task in (UNIGRAM, train.TEXT | {"open": open_without}):
         with pytest.raises(ValueError, match="examples_file: this task has no values per example"):
             train.main(tiny(mode="eval", examples_file="e.jsonl"), (), task, params={})
+    with pytest.raises(ValueError, match="examples_file .*: cannot be written: .*irectory"):
+        train.main(tiny(mode="eval", examples_file=str(tmp_path)), params={})
 
 
 # ---- batches of another size

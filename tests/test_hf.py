@@ -909,7 +909,7 @@ def test_an_adapter_of_peft_has_the_same_logits(name, settings, tiny, tmp_path):
     (dict(init_lora_weights="pissa"), "init_lora_weights 'pissa': must be one of [True, False"),
     (dict(target_modules=["q_proj", "lm_head"]),
      "base_model.model.lm_head.lora_A.weight is not a tensor of this model"),
-    ("granite", "hf are changed when they are read; merge the adapter by PEFT's merge_and_unload")])
+    ("granite", "its base are changed when they are read; merge the adapter by PEFT's merge_and")])
 def test_an_adapter_that_a_run_cannot_express_is_refused(settings, words, tiny, tmp_path):
     """By the name of the setting, of the tensor, or of the base.
 
@@ -919,6 +919,28 @@ def test_an_adapter_that_a_run_cannot_express_is_refused(settings, words, tiny, 
     make_adapter(make_hf_model(base, tmp_path / "hf"), tmp_path / "adapter", **settings)
     with pytest.raises(ValueError, match=re.escape(words)):
         read_adapted(run_config(tiny, tmp_path), tmp_path)
+
+
+def test_an_adapter_has_one_base_that_it_fits(tiny, tmp_path, llama_folder):
+    """A second adapter is refused, and a run that began with weights that are changed when read.
+
+    Break: train.py: return all(fits_adapters(text) for text in saved.get( =>
+    return all(True for text in saved.get(
+    """
+    make_adapter(make_hf_model("qwen3", tmp_path / "hf"), tmp_path / "adapter")
+    shutil.copytree(tmp_path / "adapter", tmp_path / "second")
+    cfg = read_config(tmp_path / "hf", lora_rank=4)
+    sources = [str(tmp_path / name) for name in ("hf", "adapter", "second")]
+    with pytest.raises(ValueError, match="there is another adapter; merge one of them by PEFT's"):
+        train.open_adapter(sources[1], dataclasses.replace(cfg, init_from=tuple(sources)))
+    hf = json.loads((llama_folder / "config.json").read_text())
+    (llama_folder / "config.json").write_text(json.dumps(hf | {"model_type": "granite"}))
+    (tmp_path / "run").mkdir()
+    began = config.to_json(dataclasses.replace(cfg, init_from=(str(llama_folder),)))
+    (tmp_path / "run/config.json").write_text(began)
+    sources = (str(tmp_path / "run"), str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match="the weights of its base are changed"):
+        train.open_adapter(sources[1], dataclasses.replace(cfg, init_from=sources))
 
 
 @pytest.mark.slow

@@ -23,14 +23,12 @@ import rl
 
 SUMS = json.loads((ROOT / "tests/recipes/sums.json").read_text()) | {"dtype": "float32"}
 REWARDS = """
-import math
-
 def score(prompt, answer, row):
     assert prompt == row["shown"], (prompt, row)
     return row["scale"] * len(answer)
 
 def none(prompt, answer, row):
-    return math.nan if row["label"] else -1
+    return 1e300 if row.pop("label") else -1
 """
 
 
@@ -137,8 +135,8 @@ def test_chats_with_rewards_of_a_file(tiny, tmp_path, capsys):
     """Two rewards get the rendered prompt, the answer and the row; both are metrics, and their sum
     is evaluated, kept and sampled. A text run is evaluated and sampled by them.
 
-    Break: tests/recipes/rl.py: value = function(prompt["text"], answer, prompt["row"]) =>
-    value = function(answer, prompt["text"], prompt["row"])
+    Break: tests/recipes/rl.py: value = function(prompt["text"], answer, dict( =>
+    value = function(answer, prompt["text"], dict(
     """
     tokenizer = chat_tokenizer(tmp_path / "t")
     prompts, rewards = write_prompts(tmp_path, tokenizer)
@@ -182,7 +180,7 @@ def test_chats_with_rewards_of_a_file(tiny, tmp_path, capsys):
 
 @pytest.mark.parametrize("flags, error", [
     ("--data {prompts}", "reward: is missing; name a function"),
-    ("--data {prompts} --reward {rewards}none", "reward none: is nan for the prompt '<|im_start|>"),
+    ("--data {prompts} --reward {rewards}none", "reward none: is 1e+300 for the prompt '<|im_st"),
     ("--data {prompts} --reward {rewards}no", "the file has no function 'no' (legal: score, none)"),
     ("--data {prompts} --reward {rewards}none {rewards}none", "two functions have one name"),
     ("--reward {rewards}none", "data '': no prompt to train on"),
@@ -196,7 +194,7 @@ def test_chats_with_rewards_of_a_file(tiny, tmp_path, capsys):
 def test_a_wrong_flag_or_reward_is_one_sentence(flags, error, tmp_path, cache_dir, capsys):
     """The exit code is 2, and the message names field or function.
 
-    Break: tests/recipes/rl.py: if not math.isfinite(number): => if False:
+    Break: tests/recipes/rl.py: if not abs(number) <= np.finfo(np.float32).max: => if False:
     """
     tokenizer = chat_tokenizer(tmp_path / "t")
     prompts, rewards = write_prompts(tmp_path, tokenizer)

@@ -94,9 +94,9 @@ def score(functions, pairs):
         rewards = []
         for prompt, answer in pairs:
             for function in functions:
-                value = function(prompt["text"], answer, prompt["row"])
+                value = function(prompt["text"], answer, dict(prompt["row"]))
                 number = train.numbers({"": value}).get("", math.nan)
-                if not math.isfinite(number):
+                if not abs(number) <= np.finfo(np.float32).max:
                     config.raise_if_errors(
                         [f"is {value!r} for the prompt {prompt['text']!r:.80} and the answer "
                          f"{answer!r:.80}; must be a finite number"], f"reward {function.__name__}")
