@@ -1114,6 +1114,8 @@ def _unused_errors(cfg):
     unused("temperature", not cfg.temperature, "top_k", "top_p")
     unused("rope_factor", cfg.rope_factor == 1, "rope_scaling")
     unused("rope_factor", cfg.rope_factor == 1 and not cfg.rope_query_beta, "rope_original_len")
+    unused("rope_scaling", cfg.rope_scaling == "linear" and not cfg.rope_query_beta,
+           "rope_original_len")
     unused("rope_scaling", cfg.rope_scaling != "yarn", "rope_attn_factor")
     unused("loss_norm", cfg.loss_norm != "constant", "loss_divisor")
     unused("schedule", cfg.schedule == "constant", "min_lr_frac")
@@ -1198,18 +1200,19 @@ def text_errors(sizes, cfg):
         errors += _multiple_errors("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads)
     if cfg.head_dim % 2:
         errors.append(field_error(cfg, "head_dim", "must be even, for rotary positions"))
-    for kind in sorted(set(cfg.layer_types) - set(LAYER_TYPES)):
-        errors.append(f"layer_types {kind!r}: must be {', '.join(LAYER_TYPES)}")
+    unknown = sorted(set(cfg.layer_types) - set(LAYER_TYPES))
+    for kind in unknown:
+        errors.append(f"layer_types {kind!r}: must be one of {', '.join(LAYER_TYPES)}")
     if len(cfg.layer_types) > cfg.n_layers:
-        errors.append(field_error(cfg, "layer_types", f"are more than n_layers {cfg.n_layers}"))
+        errors.append(field_error(cfg, "layer_types", f"must be at most n_layers {cfg.n_layers}"))
     has_window = any(kind.startswith("sliding") for kind in cfg.layer_types)
-    if cfg.layer_types and has_window != (cfg.sliding_window > 0):
-        text = "must be above 0, since layers slide" if has_window else "no layer slides"
-        errors.append(field_error(cfg, "sliding_window", f"{text}: see layer_types"))
+    if cfg.layer_types and not unknown and has_window != (cfg.sliding_window > 0):
+        rule = "must be above 0 if" if has_window else "must be 0 unless"
+        errors.append(field_error(cfg, "sliding_window", f"{rule} layer_types has a sliding one"))
     if cfg.rope_local_theta and not cfg.sliding_window:
-        errors.append(field_error(cfg, "rope_local_theta", "needs layers with a sliding_window"))
+        errors.append(field_error(cfg, "rope_local_theta", "must be 0 without a sliding_window"))
     if cfg.post_norm and cfg.sandwich_norm:
-        errors.append(field_error(cfg, "sandwich_norm", "excludes post_norm"))
+        errors.append(field_error(cfg, "sandwich_norm", "must be off with post_norm"))
     for name in ("d_model", "d_ff", "n_heads", "n_kv_heads"):
         size = getattr(cfg, name) * cfg.width_mult
         if abs(size - round(size)) > 1e-9 * size:

@@ -270,6 +270,7 @@ def _self_attention(x_BTD, w, attend, attn_inputs, cfg):
     # K then counts kv heads with the copies that give each device of tp and sp at least one.
     q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH)
     q_BNTH = _rotate(q_BNTH, attn_inputs, cfg)
+    # Optional: rotary scaling, queries that grow with their position.
     if cfg.rope_query_beta:
         q_BNTH = _scale_by_position(q_BNTH, attn_inputs["positions"], cfg)
     k_BKTH = _rotate(k_BKTH, attn_inputs, cfg)
@@ -983,7 +984,7 @@ def flops_per_token(cfg, seq_len, keys=None):
 # with fewer than the low bound is stretched, one with more than the high bound is kept.
 ROPE_LOW_FREQ_FACTOR = 1
 ROPE_HIGH_FREQ_FACTOR = 4
-# Those of YaRN.
+# The same bounds in YaRN: a frequency beyond the first is kept, one below the second is stretched.
 YARN_BETA_FAST = 32
 YARN_BETA_SLOW = 1
 
@@ -1230,7 +1231,7 @@ def sample_text(params, prompts, cfg, key, decode, compiler_options=None):
 
 
 def text_before_stop(prompt, ids, decode):
-    """(what the ids after a prompt say before the first of its stops, the index of that stop or
+    """(the text of the ids after a prompt, up to the first of its stops; the index of that stop, or
     None). prompt, decode: as in sample_text.
     """
     end = next((i for i, token in enumerate(ids) if token in prompt["stops"]), None)
@@ -1280,23 +1281,23 @@ def _scan_periods(layers, x_BTD, inputs, kinds, period):
 # ---- rotary scaling
 
 def _stretch_rope(freq, cfg):
-    """(rotary frequencies divided by rope_factor, all or some; factor of cos and sin).
+    """(frequencies, of which all or some are divided by rope_factor; factor of cos and sin).
 
-    Sources: for "yarn" Peng et al. 2023, arXiv:2309.00071, section 3, with its bounds of 32 and 1
-    periods within the original length rounded outwards to dims.
+    Source of "yarn": Peng et al. 2023, arXiv:2309.00071, section 3.
     """
+    attn_factor = 1.0
     if cfg.rope_scaling == "linear":
-        return freq / cfg.rope_factor, 1.0
-    n_periods = cfg.rope_original_len * freq / (2 * jnp.pi)
-    if cfg.rope_scaling == "llama3":
-        # Wavelengths longer than the original length are stretched, those shorter than a quarter of
-        # it are kept, those between are interpolated.
+        keep = 0.0  # fraction of each frequency that is not divided
+    elif cfg.rope_scaling == "llama3":
+        # Wavelengths longer than the original length are stretched. Wavelengths shorter than a
+        # quarter of it are kept. Others are interpolated.
+        n_periods = cfg.rope_original_len * freq / (2 * jnp.pi)
         low, high = ROPE_LOW_FREQ_FACTOR, ROPE_HIGH_FREQ_FACTOR
         keep = jnp.clip((n_periods - low) / (high - low), 0, 1)
-        attn_factor = 1.0
     else:
-        # In the order of dims: those before `first` are kept, those after `last` are stretched.
+        # Dims before `first` are kept. Dims after `last` are stretched. Others are interpolated.
         def dim_with(n_periods):
+            """The dim that turns n_periods times within the original length, as a fraction."""
             wavelength = cfg.rope_original_len / n_periods
             return cfg.head_dim / 2 * log(wavelength / (2 * pi)) / log(cfg.rope_theta)
 
@@ -1309,7 +1310,7 @@ def _stretch_rope(freq, cfg):
 
 
 def _scale_by_position(q_BNTH, positions_BT, cfg):
-    """Queries beyond the original length times 1 + beta * ln(1 + how many times it is behind)."""
+    """Multiply each query by 1 + rope_query_beta * ln(1 + position // rope_original_len)."""
     n_lengths_BT = positions_BT // cfg.rope_original_len
     scale_BT = 1 + cfg.rope_query_beta * jnp.log(1 + n_lengths_BT.astype(jnp.float32))
     return (q_BNTH * scale_BT[:, None, :, None]).astype(q_BNTH.dtype)
@@ -2008,7 +2009,7 @@ HF_FIELDS = {
     "sliding_window": "sliding_window",
 }
 
-# Those of options of HF_FAMILIES.
+# Names of fields that only some families have: see the options in HF_FAMILIES.
 HF_OPTION_FIELDS = {
     "attn_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
@@ -2127,7 +2128,7 @@ HF_FAMILY_LEGAL = {
 
 def hf_fields(hf):
     """The fields of Config that describe a model, from its config.json as a dict, in the form of
-    transformers 4 or 5. Of a model of text and vision they are those of its text part.
+    transformers 4 or 5. A model of text and vision gives the fields of its text part.
 
     Raises ValueError that lists what this model cannot express, and what is missing.
     """
@@ -2169,10 +2170,12 @@ def hf_fields(hf):
         errors.append(f"rope_parameters of sliding_attention {local_rope!r}: must have the "
                       "rope_type 'default'")
     errors += [f"{name}: is missing" for name in names.values() if name not in hf]
-    of_rope = {"default": (), "linear": ("factor",)}
-    for name in of_rope.get(hf["rope_type"], ("factor", "original_max_position_embeddings")):
-        if not hf.get(name):
-            errors.append(f"{name}: is missing")
+    of_rope = []  # entries that the rope_type needs
+    if hf["rope_type"] != "default":
+        of_rope.append("factor")
+    if hf["rope_type"] in ("llama3", "yarn"):
+        of_rope.append("original_max_position_embeddings")
+    errors += [f"{name}: is missing" for name in of_rope if not hf.get(name)]
     if hf["rope_type"] == "yarn" and (hf.get("factor") or 2) <= 1:
         errors.append(f"factor {hf['factor']!r}: must be above 1 under yarn")
     if errors:

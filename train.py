@@ -1878,7 +1878,7 @@ def format_log_row(row):
 
 
 def speed_of(row):
-    """The name of the speed in a log row, the last of those that end so."""
+    """The name of the speed in a log row: the last name with that ending."""
     return next(name for name in reversed(row) if name.endswith("s_per_s"))
 
 
@@ -2340,7 +2340,7 @@ def read_adapter(path):
         return model.adapter_fields(settings, tensors), tensors
 
 
-def fits_adapters(source):
+def source_fits_adapters(source):
     """Whether an adapter of PEFT fits the weights of a source in init_from, or of a run that began
     with them.
     """
@@ -2349,7 +2349,7 @@ def fits_adapters(source):
     if hf:
         return model.fits_adapters(hf)
     saved = ckpt.read_json(Path(path, "config.json"))
-    return all(fits_adapters(text) for text in saved.get("init_from", ()))
+    return all(source_fits_adapters(text) for text in saved.get("init_from", ()))
 
 
 def open_adapter(path, cfg):
@@ -2361,7 +2361,7 @@ def open_adapter(path, cfg):
     if any(read_adapter(ckpt.parse_source(text)["path"])[0] for text in others):
         raise ValueError(f"init_from {path}: there is another adapter; merge one of them by PEFT's "
                          "merge_and_unload first")
-    if not all(fits_adapters(text) for text in others):
+    if not all(source_fits_adapters(text) for text in others):
         raise ValueError(f"init_from {path}: the weights of its base are changed when they are "
                          "read; merge the adapter by PEFT's merge_and_unload first")
     pieces = model.hf_pieces(cfg, adapter=True)

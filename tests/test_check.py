@@ -250,7 +250,7 @@ def test_planted_errors_are_found(tmp_path):
         ("tests/check.py", "    for case in CASES:\n", '    for case in ["plain"]:\n'),
         ("tests/check.py", "[(case, {}) for case in CASES]", '[("plain", {})]'),
         ("tests/check.py", "n_layers=2, d_model=256,", "n_layers=1, d_model=64,"),
-        ("tests/check.py", "KILL_STEP = 160, 40, 100", "KILL_STEP = 40, 10, 25"))
+        ("tests/check.py", "KILL_STEP = 160, 40, 100", "KILL_STEP = 20, 5, 12"))
     code, output, records = run_check(folder, "--only", "numbers/mixed-xla", "resume")
     assert code == 1, output
     found = {each["item"]: each for each in records}

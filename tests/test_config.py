@@ -714,6 +714,7 @@ UNUSED = [
     ("temperature", 0.0, dict(top_k=3, top_p=0.5), 0.1),
     ("rope_factor", 1.0, dict(rope_scaling="yarn", rope_original_len=50), 2.0),
     ("rope_scaling", "llama3", dict(rope_attn_factor=2.0), "yarn"),
+    ("rope_scaling", "linear", dict(rope_original_len=50), "llama3"),
     ("loss_norm", "tokens", dict(loss_divisor=3.0), "constant"),
     ("schedule", "constant", dict(min_lr_frac=0.1), "linear"),
     ("schedule", "linear", dict(decay_frac=0.5), "wsd"),

@@ -924,7 +924,7 @@ def test_an_adapter_that_a_run_cannot_express_is_refused(settings, words, tiny, 
 def test_an_adapter_has_one_base_that_it_fits(tiny, tmp_path, llama_folder):
     """A second adapter is refused, and a run that began with weights that are changed when read.
 
-    Break: train.py: return all(fits_adapters(text) for text in saved.get( =>
+    Break: train.py: return all(source_fits_adapters(text) for text in saved.get( =>
     return all(True for text in saved.get(
     """
     make_adapter(make_hf_model("qwen3", tmp_path / "hf"), tmp_path / "adapter")
@@ -1037,7 +1037,8 @@ def test_the_numbers_of_probes_are_those_of_transformers(family, kinds, tmp_path
     assert model._hf_family(cfg) == hf_model.config.model_type == family
     assert model.HF_PROBES[family][kinds] == pytest.approx(number, rel=5e-5), (
         f"edit HF_PROBES in model.py: transformers gives {number:.6g} for {family}")
-    model.check_hf_forward(cfg)
+    if kinds == [*model.HF_PROBES[family]][-1]:  # one of each family, since it takes most time
+        model.check_hf_forward(cfg)
 
 
 @pytest.mark.parametrize("name, change, words", [
