@@ -237,14 +237,14 @@ def test_killed_within_a_group_of_steps_equals_straight(tmp_path, cache_dir):
 
 @pytest.mark.slow
 def test_a_model_learns_to_add(tmp_path, cache_dir):
-    """The mean reward rises from below 0.02 to above 0.07 in 60 steps.
+    """The mean reward rises from below 0.02 to above 0.04 in 30 steps.
 
     Break: tests/recipes/rl.py: (cfg.kl * kl_BT - gain_BT) => (cfg.kl * kl_BT + gain_BT)
     """
     task, hook = rl.make_task()
     cfg = rl.RlConfig(**SUMS | dict(
-        out_dir=str(tmp_path / "out"), cache_dir=cache_dir, steps=60, n_layers=1,
+        out_dir=str(tmp_path / "out"), cache_dir=cache_dir, steps=30, n_layers=1,
         schedule="constant", kl=0.0, eval_every=0, save_every=0, sample_every=0))
     train.main(cfg, [hook], task)
     rewards = [row["reward"] for row in ckpt.read_log(cfg.out_dir) if row["event"] == "log"]
-    assert rewards[0] < 0.02 and rewards[-1] > 0.07
+    assert rewards[0] < 0.02 and rewards[-1] > 0.04
