@@ -194,7 +194,7 @@ def test_chats_with_rewards_of_a_file(tiny, tmp_path, capsys):
 def test_a_wrong_flag_or_reward_is_one_sentence(flags, error, tmp_path, cache_dir, capsys):
     """The exit code is 2, and the message names field or function.
 
-    Break: tests/recipes/rl.py: if not abs(number) <= np.finfo(np.float32).max: => if False:
+    Break: tests/recipes/rl.py: if not abs(number) <= float(np.finfo(np.float32).max): => if False:
     """
     tokenizer = chat_tokenizer(tmp_path / "t")
     prompts, rewards = write_prompts(tmp_path, tokenizer)

@@ -96,7 +96,7 @@ def score(functions, pairs):
             for function in functions:
                 value = function(prompt["text"], answer, dict(prompt["row"]))
                 number = train.numbers({"": value}).get("", math.nan)
-                if not abs(number) <= np.finfo(np.float32).max:
+                if not abs(number) <= float(np.finfo(np.float32).max):
                     config.raise_if_errors(
                         [f"is {value!r} for the prompt {prompt['text']!r:.80} and the answer "
                          f"{answer!r:.80}; must be a finite number"], f"reward {function.__name__}")
