@@ -2667,23 +2667,46 @@ def trace_profile(cfg):
 
 
 def plot(cfg):
-    """Draw plot.png when a run ends and matplotlib is installed: training and validation loss,
-    learning rate, gradient norm and throughput over steps.
+    """Draw plot.png when a run ends and matplotlib is installed: training and validation loss, and
+    beside it learning rate, gradient norm and throughput, over steps.
     """
     def observe(event, row):
         if event != "end" or not importlib.util.find_spec("matplotlib"):
             return
         from matplotlib.figure import Figure
         start, *rows = ckpt.read_log(cfg.out_dir)
-        figure = Figure(figsize=(10, 6), layout="constrained")
         rows = [row for row in rows if row["event"] in ("log", "eval")]
-        panels = (["loss", "val_loss"], ["lr"], ["grad_norm"], [f"{start['unit']}s_per_s"])
-        for axes, names in zip(figure.subplots(2, 2).flat, panels, strict=True):
-            for name in names:
-                points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-                axes.plot(*np.reshape(points, (-1, 2)).T, ".-", label=name)
-            axes.legend(axes.lines, names)
-        figure.supxlabel("step")
+        speed = f"{start['unit']}s_per_s"
+        labels = {"loss": "loss", "lr": "learning rate", "grad_norm": "gradient norm",
+                  speed: f"{start['unit']}s/s"}
+        figure = Figure(figsize=(10, 5), layout="constrained")
+        panels = figure.subplot_mosaic(
+            [["loss", "lr"], ["loss", "grad_norm"], ["loss", speed]], width_ratios=[3, 1])
+
+        for name, axes in panels.items():
+            for key in (name, "val_loss") if name == "loss" else (name,):
+                points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+                style = "o-" if key == "val_loss" else "-"
+                axes.plot(*np.reshape(points, (-1, 2)).T, style, label=key, markersize=4)
+            axes.set_xlabel("step")
+            axes.set_ylabel(labels[name])
+            axes.grid(alpha=0.3)
+            # The first twentieth is cut off at the top, or it would flatten the rest.
+            values = [line.get_ydata()[len(line.get_ydata()) // 20:] for line in axes.lines]
+            finite = [x for x in np.concatenate(values) if np.isfinite(x)]
+            if name in ("loss", "grad_norm") and finite:
+                margin = 0.05 * np.ptp(finite) or 0.05
+                axes.set_ylim(min(finite) - margin, max(finite) + margin)
+        panels["loss"].legend()
+        panels[speed].set_ylim(bottom=0)
+
+        with_bits = [row for row in rows if row.get("loss") and row.get("bits_per_byte")]
+        if with_bits:
+            ratio = with_bits[-1]["bits_per_byte"] / with_bits[-1]["loss"]
+            right = panels["loss"].secondary_yaxis(
+                "right", functions=(lambda loss: loss * ratio, lambda bits: bits / ratio))
+            right.set_ylabel("bits/byte of the training text")
+            panels["loss"].set_ylabel("loss (nats/token)")
         figure.suptitle(str(cfg.out_dir))
         for text in figure.findobj(lambda artist: hasattr(artist, "set_parse_math")):
             text.set_parse_math(False)  # a $ in a name begins no formula

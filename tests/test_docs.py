@@ -344,6 +344,20 @@ def test_a_command_runs(command, project):
     run_documented(project, command)
 
 
+@pytest.mark.slow
+def test_the_transcript_of_the_readme(project):
+    """As typed, a run that is killed resumes, and ends with the digests of one that is not killed.
+
+    Break: README.md: --save_every 20 --out_dir out/straight => --save_every 20 --out_dir out/straight --seed 1
+    """
+    text, = [text for info, text in fences("README.md") if info == "console"]
+    typed = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
+    run_shell(project, "{\n" + "\n".join(typed) + "\n} > transcript")
+    *printed, killed, straight = (project / "transcript").read_text().splitlines()
+    assert any("from its own checkpoint, at step" in line for line in printed)
+    assert killed == straight and killed.count('": "') == 4
+
+
 def test_each_command_is_legal(tmp_path, monkeypatch):
     """Flags parse, and are legal on some devices; runs in the guide have the names it prints.
 
@@ -412,7 +426,7 @@ def test_names_exist():
     for tool in (*(ROOT / "tests").glob("[!t]*.py"), ROOT / "tests/recipes/audit.py"):
         flags.update(re.findall(r'"--(\w+)"', tool.read_text()))
     missing = []
-    for document in (*DOCUMENTS, "tests/RESULTS.md"):
+    for document in (*DOCUMENTS, "tests/RESULTS.md", "tests/LOG.md"):
         for text in commands_in(document) + code_spans(document):
             missing += [f"{document}: --{flag}" for flag in flags_in(text) if flag not in flags]
         written = python_files(document)

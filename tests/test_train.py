@@ -827,10 +827,10 @@ def test_metrics_jsonl_resumes_at_the_step_of_the_run(tmp_path):
 
 
 def test_the_plot_shows_the_log(tmp_path, monkeypatch):
-    """The plot shows losses, rate, gradient norm and throughput, once a run ends. Its texts are no
-    formulas.
+    """The plot shows losses, with bits/byte on the right, rate, gradient norm and throughput, once
+    a run ends. Early losses do not flatten the rest. Its texts are no formulas.
 
-    Break: train.py: rows = [row for row in rows if row["event"] in ("log", "eval")] => pass
+    Break: train.py: len(line.get_ydata()) // 20:] => 0:]
     """
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
@@ -852,9 +852,23 @@ def test_the_plot_shows_the_log(tmp_path, monkeypatch):
     assert lines == {"loss": [[1, 3], [2, 2]], "val_loss": [[2, 2.5]],
                      "lr": [[1, 0.5], [2, 0.25]], "grad_norm": [],
                      "_$\\frac$s_per_s": [[1, 70], [2, 90]]}
-    labels = [text.get_text() for axes in figure.axes for text in axes.get_legend().texts]
-    assert labels == list(lines)
+    losses = figure.axes[0]
+    assert [text.get_text() for text in losses.get_legend().texts] == ["loss", "val_loss"]
+    assert [axes.get_ylabel() for axes in figure.axes] == [
+        "loss", "learning rate", "gradient norm", "_$\\frac$s/s"]
     figure.draw_without_rendering()
+
+    # 40 rows of a text: the first two are above the picture.
+    (out_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (
+        {"event": "start", "step": 0, "unit": "token"},
+        *({"event": "log", "step": i, "loss": 100 / i, "bits_per_byte": 150 / i}
+          for i in range(1, 41)))))
+    observe("end", {})
+    losses = drawn[1].axes[0]
+    assert losses.get_ylim()[1] == pytest.approx(100 / 3 + 0.05 * (100 / 3 - 100 / 40))
+    right, = losses.child_axes
+    drawn[1].draw_without_rendering()
+    assert right.get_ylim() == pytest.approx(np.multiply(losses.get_ylim(), 1.5))
 
 
 def test_the_console_prints_lines_and_a_progress_bar(monkeypatch, capsys):
