@@ -3,9 +3,11 @@
 
     python tests/compare.py out/*
     python tests/compare.py out/* --by 'val_acc>' --png curves.png
+    python tests/compare.py out/* --against out/default --below 1.54
 
 Reads only config.json, metrics.jsonl and the lock of each folder, and needs no JAX. The table has
-the fields in which the configs differ, and the best run first.
+the fields in which the configs differ, and the best run first. Runs that differ in their seed alone
+are one row: the mean of their curves, with its standard error.
 """
 import argparse
 import fcntl
@@ -19,6 +21,7 @@ import shutil
 import signal
 import statistics
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -50,21 +53,28 @@ def main(argv):
     parser.add_argument("--by", default="val_loss",
                         help="metric to sort by, as val_loss, 'val_acc>' (the highest first) or "
                              "'loss<' (the lowest first); default: val_loss")
+    parser.add_argument("--against", default="", metavar="RUN",
+                        help="run, or one of the seeds of a row, with which the others are "
+                             "compared; default: the best row")
+    parser.add_argument("--below", type=float, metavar="X",
+                        help="print which rows are better than this value, beyond chance")
     parser.add_argument("--png", help="file for the picture; '' for none; default: compare.png")
     args = parser.parse_args(argv)
     try:
-        compare(args.folders, args.by, args.png)
+        compare(args.folders, args.by, args.png, args.against, args.below)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     return 0
 
 
-def compare(folders, by="val_loss", png_path=None):
-    """Print a table of the runs and write a picture. Return the runs, the best one first.
+def compare(folders, by="val_loss", png_path=None, against="", below=None):
+    """Print a table of the runs and write a picture. Return its rows, the best one first: runs, and
+    groups of runs that differ in their seed alone.
 
     by: metric to sort by, with a sign > or < that says which end is better. png_path: "" for no
-    picture; None for compare.png if matplotlib is installed.
+    picture; None for compare.png if matplotlib is installed. against: folder of the run to compare
+    with. below: a bound for the metric.
     """
     found = re.fullmatch(r"([^<>]+)([<>]?)", by)
     if not found:
@@ -83,8 +93,12 @@ def compare(folders, by="val_loss", png_path=None):
     for run in runs:
         run |= summarize(run, by, sign, train_name)
     direction = -1 if sign == ">" else 1
+    same_states = runs_of_one_state(runs)
+    runs = join_seeds(runs, direction)
     runs.sort(key=lambda run: math.inf if run["best"] is None else direction * run["best"])
     fields = differing_fields(runs)
+    if against or any(len(run["members"]) > 1 for run in runs):
+        add_differences(runs, reference_of(runs, against), direction)
 
     # Draw first: whoever reads the table may close it early.
     curves = "" if png_path == "" else f"no curves are drawn: {missing}"
@@ -94,10 +108,13 @@ def compare(folders, by="val_loss", png_path=None):
 
     width = shutil.get_terminal_size((10_000, 24)).columns  # without a terminal nothing is cut
     order = "highest" if sign == ">" else "lowest"
-    reasons = [f"{run['name']}: {printable(run['reason'])}" for run in runs if run["reason"]]
+    notes = [f"{run['name']}: {printable(run['reason'])}" for run in runs if run["reason"]]
+    notes += same_states
+    if below is not None:
+        notes += [compare_with_bound(run, below, direction) for run in runs]
     print(f"by {by}, the {order} first; training {train_name}: mean over the last {MEAN_ROWS} log "
           "rows, by labels")
-    print("\n".join([*format_table(table_columns(runs, fields, by), width), *reasons]))
+    print("\n".join([*format_table(table_columns(runs, fields, by), width), *notes]))
     if curves:
         print(curves)
     return runs
@@ -251,6 +268,10 @@ def summarize(run, by, sign, train_name):
         "best_step": best.get("step"),
         "last": last.get(by),
         "last_step": last.get("step"),
+        "points": {row["step"]: row[by] for row in points},
+        "seconds": seconds_at(rows),
+        "members": [run],
+        "error": None,
         "named": {name: x for name, x in best.items() if name.startswith(f"{by}/")},
         "train": statistics.fmean(values, weights) if values else None,
         "unit": start["unit"],
@@ -260,6 +281,17 @@ def summarize(run, by, sign, train_name):
         "state": state,
         "reason": reason,
     }
+
+
+def seconds_at(rows):
+    """{step: wall time}. The first row of a step has its time. A later one, at the end or after a
+    restart, has also that of a save or a compilation.
+    """
+    seconds = {}
+    for row in rows:
+        if "time_s" in row:
+            seconds.setdefault(row["step"], row["time_s"])
+    return seconds
 
 
 def state_of(path, rows, steps):
@@ -293,6 +325,176 @@ def is_locked(path):
     except OSError:  # no such file, or a file system without locks
         return False
     return False
+
+
+# ---- seeds
+
+def join_seeds(runs, direction):
+    """Rows of the table: groups of runs that differ in their seed alone and have come equally far,
+    and all other runs. Runs of one seed, such as copies, are not joined.
+    """
+    groups = {}
+    for run in runs:
+        fields = {name: x for name, x in run["config"].items()
+                  if name not in HIDDEN_FIELDS - {"steps"} and name != "seed"}
+        is_known = run["best"] is not None
+        key = json.dumps([fields, run["last_step"]]) if is_known else run["run"]
+        groups.setdefault(key, []).append(run)
+    rows = []
+    for members in groups.values():
+        seeds = [run["config"]["seed"] for run in members]
+        if len(members) == 1 or len(set(seeds)) < len(seeds):
+            rows += members
+        else:
+            rows.append(group_of(members, direction))
+    return rows
+
+
+def group_of(members, direction):
+    """The row of runs that differ in their seed alone: as a run, with the mean of their curves."""
+    members = sorted(members, key=lambda run: run["config"]["seed"])
+    first = members[0]
+    steps = sorted(set.intersection(*(set(run["points"]) for run in members)))
+    values = np.array([[run["points"][step] for step in steps] for run in members], float)
+    means = values.mean(0)
+    errors = values.std(0, ddof=1) / math.sqrt(len(members))
+    finite = np.flatnonzero(np.isfinite(means))
+    best = finite[np.argmin(direction * means[finite])] if len(finite) else None
+    states = Counter(run["state"] for run in members)
+
+    def mean(name):
+        known = [run[name] for run in members if run[name] is not None]
+        return statistics.fmean(known) if known else None
+
+    return first | {
+        "name": f"{re.sub(',?seed=[0-9]+', '', first['name'])} x{len(members)}".strip(),
+        "config": first["config"] | {"seed": [run["config"]["seed"] for run in members]},
+        "members": members,
+        "step": min(run["step"] for run in members),
+        "best": None if best is None else means[best],
+        "best_step": None if best is None else steps[best],
+        "error": None if best is None else errors[best],
+        "last": means[-1],
+        "last_step": steps[-1],
+        "points": dict(zip(steps, means, strict=True)),
+        "errors": errors,
+        "seconds": {step: statistics.fmean(run["seconds"][step] for run in members)
+                    for step in set.intersection(*(set(run["seconds"]) for run in members))},
+        "named": {},
+        "train": mean("train"),
+        "units_per_s": mean("units_per_s"),
+        "wall_s": mean("wall_s"),
+        "state": ", ".join(state if n == len(members) else f"{n} {state}"
+                           for state, n in states.items()),
+        "reason": "; ".join(run["reason"] for run in members if run["reason"]),
+    }
+
+
+def reference_of(runs, against):
+    """The row with which the others are compared: the one with the run `against`, or the best."""
+    if not against:
+        return runs[0]
+    path = os.path.realpath(against)
+    for row in runs:
+        if path in [run["run"] for run in row["members"]]:
+            return row
+    paths = [run["run"] for row in runs for run in row["members"]]
+    raise ValueError(f"--against {against!r}: is not one of the runs; name one of them "
+                     f"({config.did_you_mean(path, paths)})")
+
+
+def add_differences(runs, reference, direction):
+    """Add to each row its "difference" to the reference, a text, and "fewer_steps" and "less_time",
+    by which it reached the last value of the reference, or None.
+    """
+    for row in runs:
+        row["difference"] = "" if row is reference else difference(row, reference)
+        row["fewer_steps"], row["less_time"] = None, None
+        step = None if row is reference else step_of_value(row, reference, direction)
+        if step:
+            row["fewer_steps"] = reference["last_step"] / step
+            row["less_time"] = time_at(reference, reference["last_step"]) / time_at(row, step)
+
+
+def difference(row, reference):
+    """The mean difference of the column "best", over pairs of one seed, with its standard error."""
+    if row["best"] is None or reference["best"] is None:
+        return ""
+    of_reference = {run["config"]["seed"]: run["points"][reference["best_step"]]
+                    for run in reference["members"]}
+    pairs = [run["points"][row["best_step"]] - of_reference[run["config"]["seed"]]
+             for run in row["members"] if run["config"]["seed"] in of_reference]
+    if not pairs:
+        return "no seed in common"
+    mean = statistics.fmean(pairs)
+    if len(pairs) == 1:
+        return f"{mean:+.4f}, one seed: not decided"
+    error = statistics.stdev(pairs) / math.sqrt(len(pairs))
+    decided = "" if abs(mean) > 2 * error else ", not decided"
+    return f"{mean:+.4f} ±{error:.4f}{decided}"
+
+
+def step_of_value(row, reference, direction):
+    """The first step at which the curve of a row has reached the last value of the reference, on
+    straight lines between evaluations; None if it has not.
+    """
+    if row["best"] is None or reference["best"] is None:
+        return None
+    bound = reference["last"]
+    before = None
+    for step, value in sorted(row["points"].items()):
+        if direction * (value - bound) <= 0:
+            if before is None:
+                return step
+            frac = (bound - before[1]) / (value - before[1])
+            return before[0] + frac * (step - before[0])
+        if math.isfinite(value):
+            before = step, value
+    return None
+
+
+def time_at(row, step):
+    """Wall time in seconds at a step, on straight lines between log rows."""
+    steps = sorted(row["seconds"])
+    return float(np.interp(step, steps, [row["seconds"][known] for known in steps]))
+
+
+def compare_with_bound(row, below, direction):
+    """A line that says whether a row is better than a bound, by two rules.
+
+    The first needs no spread: (bound - mean) * sqrt(n) >= 0.004, as in modded-nanogpt. The second
+    takes the row's own: two standard errors.
+    """
+    if row["best"] is None:
+        return f"{row['name']}: no value to compare with {below:g}"
+    n = len(row["members"])
+    margin = direction * (below - row["best"])
+    by_rule = "yes" if margin * math.sqrt(n) >= 0.004 else "no"
+    own = "unknown, one seed"
+    if n > 1:
+        own = "yes" if margin > 2 * row["error"] else "no"
+    side = "below" if direction == 1 else "above"
+    return (f"{row['name']}: {format_metric(row['best'])} {side} {below:g}? {by_rule} by margin x "
+            f"sqrt({n}) = {margin * math.sqrt(n):.4f} >= 0.004; {own} by two standard errors")
+
+
+def runs_of_one_state(runs):
+    """Lines about runs whose last saves of one step have the same digests: bit-identical states."""
+    found = {}
+    for run in runs:
+        saves = [row for row in run["rows"] if row["event"] == "save" and "digest" in row]
+        if saves:
+            key = json.dumps([saves[-1]["step"], saves[-1]["digest"]], sort_keys=True)
+            found.setdefault(key, []).append(run)
+    lines = []
+    for same in found.values():
+        if len(same) > 1:
+            step = max(row["step"] for row in same[0]["rows"] if row["event"] == "save")
+            names = listed([run["name"] for run in same], 5)
+            lines.append(f"bit-identical at step {step}: {names}")
+            for run in same[1:]:
+                run["is_copy"] = True
+    return lines
 
 
 # ---- the table
@@ -338,6 +540,11 @@ def table_columns(runs, fields, by):
                     else f"{run['step']}/{run['steps']}" for run in runs))
     add("best", 0, format_points(runs, "best"))
     add("last", 6, format_points(runs, "last"))
+    if "difference" in runs[0]:
+        add("difference", 2, (run["difference"] for run in runs))
+    if any(run.get("fewer_steps") for run in runs):
+        add("fewer steps", 5.1, (format_ratio(run["fewer_steps"]) for run in runs))
+        add("less time", 5.2, (format_ratio(run["less_time"]) for run in runs))
     for name in dict.fromkeys(name for run in runs for name in run["named"]):
         add(name, 10, (format_metric(run["named"].get(name)) for run in runs))
     add("training", 4, (format_metric(run["train"]) for run in runs))
@@ -356,6 +563,8 @@ def format_points(runs, name):
     texts = []
     for run in runs:
         text = format_metric(run[name])
+        if text and name == "best" and run["error"] is not None:
+            text += f" ±{format_metric(run['error'])}"
         if text:
             text += f" @{run[f'{name}_step']:<{width}}"
         texts.append(text)
@@ -368,6 +577,10 @@ def format_metric(x):
     if math.isnan(x) or 0.001 <= abs(x) < 10_000 or x == 0:
         return f"{x:.4f}"
     return f"{x:.3g}"
+
+
+def format_ratio(x):
+    return "" if x is None else f"{x:.2f}x"
 
 
 def format_seconds(seconds):
@@ -434,68 +647,159 @@ EARLY_FRAC = 0.2  # first fraction of a loss's points, which may lie outside the
 
 
 def draw(path, runs, by, direction, train_name):
-    """Curves over steps, tokens and time; the figure. direction: 1 if less is better, else -1."""
+    """Curves over steps, over tokens if the batch sizes differ, and over time; the figure.
+    direction: 1 if less is better, else -1.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     for run in runs:
-        run["curves"] = [curve(run, "log", train_name), curve(run, "eval", by)]
+        run["curves"] = [mean_curve(run, "log", train_name), mean_curve(run, "eval", by)]
         run["curves"][0]["values"] = smooth(run["curves"][0]["values"])
-    figure = Figure(figsize=(15, 6), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
-    # The best run is drawn last, above the others.
-    for i, run in reversed(list(enumerate(runs))):
-        colour = f"C{i}" if i < N_COLOURED else "lightgrey"
+    add_colours(runs)
+    units = sorted({f"{run['unit']}s" for run in runs if run["unit"]})
+    panels = {"steps": "step", "units": " or ".join(units),
+              "seconds": "wall time of all launches (s)"}
+    sizes = {run["curves"][0]["units_per_step"] for run in runs}
+    if len({size for size in sizes if math.isfinite(size)}) < 2:
+        del panels["units"]
+    if len(runs) == 1:
+        panels = {"steps": "step"}
+    figure = Figure(figsize=(4.5 + 4 * len(panels), 6), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+
+    # The best run is drawn last, above the others; one that repeats another, below and wider.
+    for i, run in sorted(enumerate(runs), key=lambda pair: (not is_copy(pair[1]), -pair[0])):
         label = ""
         if i < N_COLOURED:
             # It begins with a space, since matplotlib hides labels that begin with _.
             label = f" {shorten(run['name'], 40)}  {format_metric(run['best'])}  {run['state']}"
         elif i == N_COLOURED:
             label = f"{len(runs) - N_COLOURED} more"
-        training, validation = run["curves"]
-        for axes, x in zip(panels, ("steps", "units", "minutes"), strict=True):
-            style = "-" if len(training[x]) > 1 else "."  # a line of one point would not be seen
-            axes.plot(training[x], training["values"], style, color=colour, linewidth=0.8,
-                      alpha=0.6)
-            axes.plot(validation[x], validation["values"], "o-", color=colour, linewidth=1.6,
-                      markersize=4, markevery=max(1, len(validation[x]) // 25), label=label)
+        for axes, x in zip(all_axes, panels, strict=True):
+            draw_run(axes, run, x, label)
 
-    units = sorted({f"{run['unit']}s" for run in runs if run["unit"]})
-    labels = ("steps", " or ".join(units), "wall time of all launches (minutes)")
-    for axes, label in zip(panels, labels, strict=True):
+    for axes, (x, label) in zip(all_axes, panels.items(), strict=True):
         axes.set_xlabel(label)
         axes.set_xlim(left=0)
         axes.set_ylim(y_range(runs, direction))
         axes.grid(alpha=0.3)
-    panels[1].xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k, since longer numbers collide
-    panels[0].set_ylabel(f"{by} and training {train_name}")
-    lines = [line for line in reversed(panels[0].lines) if not line.get_label().startswith("_")]
-    figure.legend(handles=lines, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    figure.suptitle(f"{by} (markers) and training {train_name} (thin, smoothed)", fontsize=11)
+        if x == "units":
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k: longer numbers collide
+        if x == "seconds" and axes.get_xlim()[1] > 120:
+            axes.xaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
+    all_axes[0].set_ylabel(f"{by} and training {train_name}")
+    lines = [line for line in reversed(all_axes[0].lines) if not line.get_label().startswith("_")]
+    figure.legend(handles=lines, loc="outside lower center", ncols=min(3, len(panels) + 1),
+                  fontsize=9, frameon=False)
+    title = f"{by} (markers) and training {train_name} (thin, smoothed)"
+    if any(len(run["members"]) > 1 for run in runs):
+        title += "; x2 and more: mean over seeds, with its standard error"
+    if any(restarts(run) for run in runs):
+        title += "; |: killed or stopped, and resumed"
+    figure.suptitle(title, fontsize=11)
     for text in figure.findobj(lambda artist: hasattr(artist, "set_parse_math")):
         text.set_parse_math(False)  # a $ in a name begins no formula
     figure.savefig(path, dpi=100)
     return figure
 
 
+def draw_run(axes, run, x, label):
+    """Draw the two curves of a run over x, a key of its curves."""
+    training, validation = run["curves"]
+    colour = run["colour"]
+    width, alpha = (6, 0.3) if is_copy(run) else (0.8, 0.6)
+    style = "-" if len(training[x]) > 1 else "."  # a line of one point would not be seen
+    axes.plot(training[x], training["values"], style, color=colour, linewidth=width, alpha=alpha)
+    if is_copy(run):
+        axes.plot(validation[x], validation["values"], "o-", color=colour, linewidth=6,
+                  markersize=12, alpha=0.3, label=label)
+        return
+    axes.plot(validation[x], validation["values"], "o-", color=colour, linewidth=1.6, markersize=4,
+              markevery=max(1, len(validation[x]) // 25), label=label)
+    low, high = (validation["values"] + sign * validation["errors"] for sign in (-1, 1))
+    axes.fill_between(validation[x], low, high, color=colour, alpha=0.25, linewidth=0)
+    # Where the run was launched again, and where a branch left its parent.
+    steps = restarts(run)
+    if steps and len(training["steps"]):
+        axes.plot(np.interp(steps, training["steps"], training[x]),
+                  np.interp(steps, training["steps"], training["values"]), "|", color=colour,
+                  markersize=14, markeredgewidth=1.6)
+    parent = run["parent"]
+    if parent and x != "seconds":  # the time of a branch begins with itself
+        for own, other in zip(run["curves"], parent["curves"], strict=True):
+            if len(own[x]) and len(other[x]) and other["steps"][0] <= run["branch_step"]:
+                start = [np.interp(run["branch_step"], other["steps"], other[key])
+                         for key in (x, "values")]
+                axes.plot(*zip(start, (own[x][0], own["values"][0]), strict=True), "-",
+                          color=colour, linewidth=0.8)
+                axes.plot(*start, "D", color=colour, markersize=5)
+
+
+def is_copy(run):
+    return run.get("is_copy", False)
+
+
+def restarts(run):
+    """The steps from which a run was resumed."""
+    if len(run["members"]) > 1:
+        return []
+    return [row["step"] for row in run["rows"] if row["event"] == "start"][1:]
+
+
+def add_colours(runs):
+    """Add to each run its "colour", and "parent" and "branch_step" if it is a branch of another
+    one, whose colour it then has in a lighter shade.
+    """
+    from matplotlib.colors import to_rgb
+    by_path = {member["run"]: run for run in runs for member in run["members"]}
+    for i, run in enumerate(runs):
+        run["colour"] = f"C{i}" if i < N_COLOURED else "lightgrey"
+        folder, _, step = str(run["config"].get("branch_from", "")).rpartition("@")
+        run["parent"] = by_path.get(os.path.realpath(folder)) if folder else None
+        run["branch_step"] = int(step) if step.isdigit() else 0
+    n_branches = Counter()
+    for i, run in enumerate(runs):
+        parent = run["parent"]
+        if parent and i < N_COLOURED:
+            n_branches[parent["name"]] += 1
+            share = 0.75 ** n_branches[parent["name"]]
+            run["colour"] = tuple(1 - share * (1 - part) for part in to_rgb(parent["colour"]))
+
+
+def mean_curve(row, event, name):
+    """As `curve`; for runs of several seeds the means over them, with "errors", their standard
+    errors.
+    """
+    curves = [curve(run, event, name) for run in row["members"]]
+    n = len(curves)
+    if n == 1:
+        return curves[0] | {"errors": np.zeros(len(curves[0]["steps"]))}
+    steps = sorted(set.intersection(*(set(each["steps"]) for each in curves)))
+    picked = [{key: each[key][np.searchsorted(each["steps"], steps)]
+               for key in ("steps", "units", "seconds", "values")} for each in curves]
+    mean = {key: np.mean([each[key] for each in picked], axis=0) for key in picked[0]}
+    errors = np.std([each["values"] for each in picked], axis=0, ddof=1) / math.sqrt(n)
+    return mean | {"errors": errors, "units_per_step": curves[0]["units_per_step"]}
+
+
 def curve(run, event, name):
-    """The points of a metric: {"steps", "units", "minutes", "values"}, arrays of one length."""
+    """The points of a metric: {"steps", "units", "seconds", "values"}, arrays of one length, and
+    "units_per_step".
+    """
     rows = [row for row in run["rows"] if row["event"] == event and name in row]
     units_per_step = math.nan
-    # {step: wall time}. The first row of a step has its time. A later one, at the end or after a
-    # restart, has also that of a save or a compilation.
-    seconds = {}
     for row in run["rows"]:
         units_per_step = row.get(f"{run['unit']}s_per_step", units_per_step)
-        if "time_s" in row:
-            seconds.setdefault(row["step"], row["time_s"])
+    seconds = run["seconds"]
     steps = np.array([row["step"] for row in rows], float)
     return {
         "steps": steps,
         "units": steps * units_per_step,
-        "minutes": (np.interp(steps, list(seconds), list(seconds.values())) / 60 if seconds
+        "seconds": (np.interp(steps, list(seconds), list(seconds.values())) if seconds
                     else steps * math.nan),
         "values": np.array([row[name] for row in rows], float),
+        "units_per_step": units_per_step,
     }
 
 

@@ -4,12 +4,15 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy
+from matplotlib.colors import to_rgb
 
 import ckpt
 import compare
@@ -198,7 +201,7 @@ def test_rows_of_other_types_are_skipped_and_counted(tmp_path, capsys):
         with open(path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write("\n".join(["", *lines]) + end)
         run, = compare.compare([str(path)], png_path="")
-        shown = {key: x for key, x in run.items() if key not in ("run", "name", "rows", "config")}
+        shown = {key: x for key, x in run.items() if key not in ("run", "name", "rows", "config", "members")}
         return shown, capsys.readouterr().err.replace(str(tmp_path), "")
 
     good, printed = compared("good", [])
@@ -224,7 +227,7 @@ def test_rows_of_other_types_are_skipped_and_counted(tmp_path, capsys):
     Path(tmp_path, "good/metrics.jsonl").write_text(line + "\n", encoding="utf-8-sig")
     both = compare.read_runs([str(tmp_path / "good"), str(tmp_path / "normal")])
     figure = drawn(both, tmp_path / "x.png")
-    assert [len(line.get_xdata()) for line in figure.axes[2].lines] == [0, 1, 43, 43]
+    assert [len(line.get_xdata()) for line in figure.axes[1].lines] == [0, 1, 43, 43]
 
     # A config.json of another kind is not that of a run.
     for fields in (None, 7, ["steps"], "text", {"steps": "9"}, {"steps": None}, {"steps": -1}):
@@ -320,6 +323,104 @@ def test_sort_by_another_metric(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 3  # the run once
 
 
+# ---- seeds
+
+def write_seeds(tmp_path):
+    """Two rates of four seeds: the losses [rates, seeds, steps] at steps 10, 20, 30, and paths."""
+    noise = 0.01 * np.random.default_rng(0).normal(size=(2, 4, 3))
+    losses = np.array([3.0, 2.0, 1.5]) + noise
+    losses[1] -= 0.1
+    paths = [write_run(tmp_path / f"lr={lr},seed={seed}", [
+        row for k, loss in enumerate(losses[i, seed])
+        for row in (log_row(10 * k + 10, loss), eval_row(10 * k + 10, loss))]
+        + [END | {"step": 30}], lr=lr, seed=seed, steps=30)
+        for i, lr in enumerate((0.01, 0.02)) for seed in range(4)]
+    return losses, paths
+
+
+def test_runs_of_several_seeds_are_one_row(tmp_path, capsys):
+    """Means with their standard errors, paired differences and how much earlier a value is reached
+    are those of NumPy and SciPy. A copy of a run is no other seed.
+
+    Break: tests/compare.py: errors = values.std(0, ddof=1) => errors = values.std(0)
+    """
+    losses, paths = write_seeds(tmp_path)
+    rows = compare.compare(paths, png_path=str(tmp_path / "x.png"), below=1.41)
+    printed = capsys.readouterr().out
+    last = losses[::-1, :, -1]  # the higher rate is better
+    means, errors = last.mean(1), scipy.stats.sem(last, axis=1)
+    assert [row["config"]["lr"] for row in rows] == [0.02, 0.01]
+    assert [row["config"]["seed"] for row in rows] == [[0, 1, 2, 3]] * 2
+    np.testing.assert_allclose([row["best"] for row in rows], means, rtol=1e-12)
+    np.testing.assert_allclose([row["error"] for row in rows], errors, rtol=1e-12)
+    assert f"{means[1]:.4f} ±{errors[1]:.4f} @30" in printed and "lr=0.01 x4" in printed
+    pairs = last[1] - last[0]
+    assert f"{pairs.mean():+.4f} ±{scipy.stats.sem(pairs):.4f}" in printed
+    assert "not decided" not in printed and rows[0]["difference"] == ""
+    margin = 2 * (1.41 - means[0])
+    assert (f"{means[0]:.4f} below 1.41? {'yes' if margin >= 0.004 else 'no'} by margin x sqrt(4) "
+            f"= {margin:.4f} >= 0.004") in printed
+    assert "no by two standard errors" in printed
+
+    # Compared with the worse one, the better one reaches its last value between steps 20 and 30.
+    better, worse = compare.compare(paths, png_path="", against=paths[2])
+    curve = losses[1].mean(0)
+    step = float(np.interp(-means[1], -curve, [10, 20, 30]))
+    assert better["fewer_steps"] == pytest.approx(30 / step)
+    assert better["less_time"] == pytest.approx((2 + 30 / 10) / (2 + step / 10))
+    assert worse["difference"] == "" and worse["fewer_steps"] is None
+    assert better["difference"].startswith(f"{-pairs.mean():+.4f}")
+
+    # One seed decides nothing, and neither do two that differ by less than twice their error.
+    one = compare.compare([*paths[:4], paths[5]], png_path="")[0]
+    assert one["difference"] == "" and one["name"] == "lr=0.02,seed=1"
+    *_, row = compare.compare([*paths[:4], paths[5]], png_path="", against=paths[0])
+    assert row["difference"] == ""
+    first = compare.compare([*paths[:4], paths[5]], png_path="", against=paths[0])[0]
+    assert first["difference"] == f"{losses[1, 1, 2] - losses[0, 1, 2]:+.4f}, one seed: not decided"
+    assert compare.main([*paths, "--against", paths[0] + "x", "--png", ""]) == 2
+    assert "nearest: " in capsys.readouterr().err
+
+    # A copy.
+    shutil.copytree(paths[4], tmp_path / "copy")
+    assert len(compare.compare([*paths[4:], str(tmp_path / "copy")], png_path="")) == 5
+
+
+@pytest.mark.parametrize("pairs, text", [
+    ([0.1, 0.32], "+0.2100 ±0.1100, not decided"), ([0.1, 0.2, 0.3], "+0.2000 ±0.0577"),
+    ([-0.1], "-0.1000, one seed: not decided"), ([], "no seed in common")])
+def test_a_difference_below_twice_its_error_is_not_decided(pairs, text):
+    """Pairs of one seed decide only if their mean is above twice its standard error.
+
+    Break: tests/compare.py: abs(mean) > 2 * error => abs(mean) > error
+    """
+    def row(values, first_seed=0):
+        return {"best": 0.0, "best_step": 5, "members": [
+            {"config": {"seed": first_seed + i}, "points": {5: x}} for i, x in enumerate(values)]}
+
+    reference = row([0.0] * len(pairs)) if pairs else row([0.0], first_seed=9)
+    assert compare.difference(row(pairs or [1.0]), reference) == text
+
+
+def test_runs_with_the_same_states_are_named(tmp_path, capsys):
+    """Runs whose last saves have the same digests are named, and all can be seen in the picture.
+
+    Break: tests/compare.py: [saves[-1]["step"], saves[-1]["digest"]] => [len(found)]
+    """
+    save = {"event": "save", "step": 3, "digest": {"opt": "a1", "params": "b2"}}
+    rows = [*rows_falling_to(1.0, n=3)[:-1], save, END | {"step": 3}]
+    launch = START | {"step": 2, "config": dataclasses.asdict(config.Config(steps=3))}
+    write_run(tmp_path / "straight", rows, steps=3)
+    write_run(tmp_path / "killed", [*rows[:4], launch, *rows[4:]], steps=3)
+    write_run(tmp_path / "other", [*rows[:-2], save | {"digest": {"opt": "a1", "params": "b3"}}],
+              steps=3)
+    runs = compare.compare([str(tmp_path / "*")], png_path=str(tmp_path / "x.png"))
+    assert "bit-identical at step 3: killed, straight\n" in capsys.readouterr().out
+    assert [run["name"] for run in runs if run.get("is_copy")] == ["straight"]
+    assert [compare.restarts(run) for run in sorted(runs, key=lambda run: run["name"])] == [
+        [2], [], []]
+
+
 # ---- the picture
 
 def drawn(runs, path):
@@ -331,19 +432,23 @@ def drawn(runs, path):
 
 
 def test_curves_are_those_of_the_logs(tmp_path):
-    """The picture has each evaluation over steps, tokens and time; its range shows the ends.
+    """The picture has each evaluation over steps, over tokens where batch sizes differ, and over
+    time; its range shows the ends.
 
     Break: tests/compare.py: if value <= top + 3 * (usual - top)) => if value < 1e9)
     """
     paths = [write_run(tmp_path / f"{i}", rows_falling_to(1 + i / 10)) for i in range(3)]
     paths.append(write_run(tmp_path / "diverged", rows_falling_to(1e6)))
+    assert len(drawn(compare.read_runs(paths), tmp_path / "same.png").axes) == 2
+    log = tmp_path / "diverged/metrics.jsonl"
+    log.write_text(log.read_text().replace('"tokens_per_step": 128', '"tokens_per_step": 64'))
     figure = drawn(compare.read_runs(paths), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
     steps = np.arange(1, 41)
     losses = 1 + 8 * np.exp(-steps) + 0.2 * (1 - steps / 40)
-    minutes = (2 + steps / 10) / 60
-    for axes, x in zip(figure.axes, (steps, 128 * steps, minutes), strict=True):
+    seconds = 2 + steps / 10
+    for axes, x in zip(figure.axes, (steps, 128 * steps, seconds), strict=True):
         assert len(axes.lines) == 8
         training, validation = axes.lines[-2:]  # the best run is above the others
         np.testing.assert_allclose(validation.get_xdata(), x, rtol=1e-12)
@@ -447,3 +552,27 @@ def test_without_matplotlib(tmp_path, monkeypatch, capsys):
     printed, error = capsys.readouterr()
     assert "--png: matplotlib is not installed" in error and not printed
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_branch_begins_at_its_parent(tmp_path):
+    """The curve of a branch begins at its parent's, in a lighter shade of the same colour. A mean
+    over seeds has a band.
+
+    Break: tests/compare.py: run["branch_step"] = int(step) => run["branch_step"] = 0 * int(step)
+    """
+    parent = write_run(tmp_path / "parent", rows_falling_to(1.0, n=20), steps=20)
+    rows = [row for row in rows_falling_to(0.9, n=20) if row["step"] > 10]
+    write_run(tmp_path / "branch", rows, steps=20, branch_from=f"{parent}@10")
+    figure = drawn(compare.read_runs([str(tmp_path / "*")]), tmp_path / "x.png")
+    joints = [line.get_xydata().tolist() for line in figure.axes[0].lines
+              if line.get_marker() == "D"]
+    loss = 1 + 8 * math.exp(-10) + 0.1
+    assert joints == [[[10, pytest.approx(loss - 0.1, abs=1e-3)]], [[10, pytest.approx(loss)]]]
+    colours = {line.get_label().split()[0]: line.get_color() for line in figure.axes[0].lines
+               if not line.get_label().startswith("_")}
+    lighter = np.array(colours["branch"]) - to_rgb(colours["parent"])
+    assert colours["parent"] == "C1" and lighter.min() >= 0 and lighter.max() > 0.1
+    _, paths = write_seeds(tmp_path / "seeds")
+    rows = compare.compare(paths, png_path=str(tmp_path / "y.png"))
+    band = compare.mean_curve(rows[0], "eval", "val_loss")["errors"]
+    np.testing.assert_allclose(band, rows[0]["errors"], rtol=1e-12)
