@@ -288,6 +288,7 @@ class Config:
     eval_batch_size: NonNegInt = 0
     # file to write the values per example of mode eval to, as .jsonl; empty: none
     examples_file: str = ""
+    price: NonNegFloat = 0.0  # of a device for an hour, for the cost that mode plan prints
     # interval between checkpoints, as 250, 1epoch or 250,10m; 0: only at the end. A checkpoint that
     # a time like 10m made is deleted when the next one exists, unless keep_period keeps it
     save_every: Interval = 250
@@ -1099,6 +1100,7 @@ def _unused_errors(cfg):
     unused("mode", cfg.mode not in READ_MODES, "checkpoint")
     unused("mode", cfg.mode != "sample", "samples_file")
     unused("mode", cfg.mode != "eval", "examples_file")
+    unused("mode", cfg.mode != "plan", "price")
     unused("n_experts", not cfg.n_experts,
            "experts_per_token", "capacity_factor", "router_balance", "router_z")
     unused("coordinator", cfg.coordinator in ("", "auto"), "n_processes", "process_id")

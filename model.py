@@ -1420,6 +1420,27 @@ def memory_savers(sp, cfg):
     return flags
 
 
+def activation_bytes(cfg, n, is_gpu):
+    """Estimate from shapes of the bytes on a device during a microbatch: what remat keeps, all of
+    one layer, and logits. n: {mesh axis: size}.
+    """
+    tokens = cfg.batch_size * cfg.seq_len / (n["dp"] * n["fsdp"] * n["ep"] * n["sp"])
+    tokens /= cfg.grad_accum_steps
+    heads = 2 * (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / n["tp"]  # q, k, v, output
+    hidden = 3 * cfg.d_ff / n["tp"] / max(cfg.mlp_tiles, 1)  # gate, up, product
+    if cfg.n_experts:
+        hidden *= cfg.experts_per_token * (cfg.capacity_factor or 1)
+    layer = 4 * cfg.d_model + heads + hidden  # inputs of two blocks, before and after their norms
+    kept = {"none": layer, "dots": 2 * cfg.d_model + heads + hidden, "full": cfg.d_model,
+            "named": cfg.d_model + heads, "offload": 0}[cfg.remat]
+    logits = 4 * tokens * cfg.vocab_size / n["tp"]
+    head = 4 * cfg.vocab_size * cfg.d_model / n["tp"]
+    most = max(LOGIT_BYTES["gpu" if is_gpu else "other"], head)  # as count_tiles chooses them
+    logits = logits / cfg.logit_tiles if cfg.logit_tiles else min(logits, most)
+    itemsize = 2 if "16" in cfg.dtype else 4
+    return tokens * itemsize * (cfg.n_layers * kept + layer) + logits
+
+
 # ---- loss in tiles
 
 @partial(jax.custom_vjp, nondiff_argnames=("cfg", "n_tiles"))

@@ -932,31 +932,55 @@ def digest(sums):
 
 # ---- peak figures of devices
 
-# {device_kind: (dense bfloat16 TFLOP/s, GiB of memory for a program)} of one device; of two
-# kinds with the same beginning, the longer comes first. Source: the makers' data sheets; memory of
-# TPUs, XLA. GPU memory: 0.92 of the total, the share that train.py gives to JAX.
+# {device_kind: (dense bfloat16 TFLOP/s, GiB of memory for a program)} of one device, by the exact
+# name that JAX gives: a laptop's chip, a MIG slice or another variant is another device. Tesla T4
+# and V100 have no bfloat16: the figure is that of float16. GeForce: of sums in float32.
+# Sources: NVIDIA's data sheets, half of the figures "with sparsity", and its GA102, Ada and
+# Blackwell RTX white papers; Google Cloud's pages of TPUs (JAX sees a TPU7x chip as two devices).
+# Memory of GPUs: 0.92 of the total, the share that train.py gives to JAX; of TPUs, XLA.
 PEAKS = {
-    "NVIDIA A100": (312, 72.7),
-    "NVIDIA H100": (989, 72.7),
+    "NVIDIA A100-SXM4-40GB": (312, 36.3),
+    "NVIDIA A100-SXM4-80GB": (312, 72.7),
+    "NVIDIA A100-PCIE-40GB": (312, 36.3),
+    "NVIDIA A100 80GB PCIe": (312, 72.7),
+    "NVIDIA H100 80GB HBM3": (989, 72.7),
+    "NVIDIA H100 PCIe": (756, 72.7),
+    "NVIDIA H100 NVL": (835, 86.1),
     "NVIDIA H200": (989, 128.3),
+    "NVIDIA H200 NVL": (835, 128.3),
+    "NVIDIA H20": (148, 87.9),
+    "NVIDIA GH200 480GB": (989, 87.9),
     "NVIDIA B200": (2250, 163.8),
-    "NVIDIA GeForce RTX 4080 ": (None, None),  # laptop and SUPER variants are other chips
+    "NVIDIA GB200": (2500, 170),
+    "NVIDIA B300 SXM6 AC": (2250, 247),
+    "NVIDIA GB300": (2500, 247),
+    "NVIDIA L4": (121, 20.7),
+    "NVIDIA L40S": (362, 41.4),
+    "NVIDIA A10G": (70, 20.7),
+    "NVIDIA RTX A6000": (154.8, 44.1),
+    "NVIDIA GeForce RTX 3090": (71, 22.1),
     "NVIDIA GeForce RTX 4080": (97.5, 14.7),
-    "NVIDIA GeForce RTX 4090 ": (None, None),  # laptop and D variants are other chips
     "NVIDIA GeForce RTX 4090": (165.2, 22.1),
+    "NVIDIA GeForce RTX 5090": (209.5, 29.3),
+    "Tesla T4": (65, 13.8),
+    "Tesla V100-SXM2-16GB": (125, 14.5),
+    "Tesla V100-SXM2-32GB": (125, 29.2),
+    "Tesla V100-PCIE-16GB": (112, 14.5),
+    "Tesla V100-PCIE-32GB": (112, 29.2),
     "TPU v4": (275, 30.75),
     "TPU v5 lite": (197, 15.75),
+    "TPU v5e": (197, 15.75),
     "TPU v5": (459, 95),
-    "TPU v6": (918, 31.25),
+    "TPU v5p": (459, 95),
+    "TPU v6 lite": (918, 31.25),
+    "TPU v6e": (918, 31.25),
+    "TPU7x": (1153, 94.75),
 }
 
 
 def peaks(kind):
     """The row of PEAKS of a device of this kind, or (None, None)."""
-    for name, row in PEAKS.items():
-        if kind.startswith(name):
-            return row
-    return None, None
+    return PEAKS.get(kind, (None, None))
 
 
 # ---- description of the machine
@@ -1136,6 +1160,48 @@ def check_peaks(cost, mesh):
         check_fits(cost["memory"] | {"total": n_bytes}, mesh, program)
 
 
+# ---- time estimates
+
+# Fraction of the peak FLOP/s that large matmuls reach, by the beginning of the device's kind. On
+# CPUs, of the rate that product_rate measures.
+MATMUL_FRAC = {"NVIDIA": 0.62, "Tesla": 0.62, "TPU v6": 0.74, "TPU": 0.9, "cpu": 0.62}
+
+
+def step_seconds(flop, mesh, cfg):
+    """Seconds of a step of `flop` FLOPs per device, as if it had only matmuls; None if the rate of
+    the device is not known.
+    """
+    kind = mesh.devices.flat[0].device_kind
+    rate = None
+    if kind == "cpu":
+        rate = product_rate(cfg) / len(jax.local_devices())  # they share the cores
+    elif cfg.dtype != "float32" and peaks(kind)[0]:  # the peaks are those of bfloat16
+        rate = peaks(kind)[0] * 1e12
+    return rate and flop / (matmul_frac(kind) * rate)
+
+
+def matmul_frac(kind):
+    """The row of MATMUL_FRAC of a device of this kind."""
+    return next((frac for name, frac in MATMUL_FRAC.items() if kind.startswith(name)), 1.0)
+
+
+def product_rate(cfg):
+    """FLOP/s of this machine in a product of the size of the model's MLP, measured in 0.3 s."""
+    dtype = jnp.bfloat16 if cfg.dtype in ("mixed", "bfloat16") else jnp.float32
+    n_rows = min(2048, cfg.batch_size * cfg.seq_len // cfg.grad_accum_steps)
+    left = jnp.ones((n_rows, cfg.d_model), dtype)
+    right = jnp.ones((cfg.d_model, cfg.d_ff), dtype)
+    product = jax.jit(partial(jnp.matmul, preferred_element_type=jnp.float32))
+    product(left, right).block_until_ready()
+    seconds = []
+    end = time.perf_counter() + 0.3
+    while not seconds or time.perf_counter() < end:
+        start = time.perf_counter()
+        product(left, right).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 2 * n_rows * cfg.d_model * cfg.d_ff / np.median(seconds)
+
+
 # ---- memory advice
 
 def memory_flags(cfg, mesh, savers):
@@ -1156,7 +1222,8 @@ def memory_flags(cfg, mesh, savers):
 
 
 def suggest_flags(flags, count, limit):
-    """The flags that make a run fit, as a text.
+    """({field: value} of the flags that make a run fit, their bytes by count). If none do, all that
+    help.
 
     Flags are added in order until the run fits; a flag that saves less than one percent is skipped.
     count(changes): the bytes of the largest program with {field: value} changed; infinite when it
@@ -1172,7 +1239,14 @@ def suggest_flags(flags, count, limit):
             changes = changes | flag
             peak = new_peak
         if peak <= limit:
-            return f"{as_flags(changes)} ({_gib(peak)} GiB)"
+            break
+    return changes, peak
+
+
+def as_advice(changes, peak, limit):
+    """The result of suggest_flags as a text."""
+    if changes and (limit is None or peak <= limit):
+        return f"{as_flags(changes)} ({_gib(peak)} GiB)"
     return ("a smaller --batch_size, or more devices along fsdp, tp or sp "
             f"({_gib(peak)} GiB with {as_flags(changes) or 'no flag'})")
 

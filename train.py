@@ -124,6 +124,8 @@ TEXT = {
     "init_names": model.names_to_load,
     # (size of the mesh axis sp, cfg) -> flags that would lower the memory of the model
     "memory_flags": model.memory_savers,
+    # (cfg, {mesh axis: size}, whether on GPUs) -> estimated bytes on a device beside the state
+    "activation_bytes": model.activation_bytes,
     # (cfg) -> a text for the summary of the run
     "summary": lambda cfg: f"attention {cfg.attention}",
     # Weights in other formats. (cfg) -> cfg with the shape and the tokenizer of those in init_from
@@ -779,6 +781,7 @@ TASK_DEFAULTS = {
     "sample": None,
     "init_names": lambda table, saved, cfg: set(table),
     "memory_flags": lambda sp, cfg: [],
+    "activation_bytes": None,
     "summary": lambda cfg: "",
     "update_config": lambda cfg: cfg,
     "open_weights": lambda path, cfg: None,
@@ -2546,21 +2549,87 @@ def write_examples(path, found):
 def plan(cfg, task=TEXT, hooks=()):
     """Print what a run would need, without allocating it; the summary."""
     setup = setup_run(cfg, task, hooks=hooks)
+    print_outlook(setup)
     print0("compiling, to count the memory ...")
     cost = estimate(setup)
     print_estimate(setup, cost)
     return {"step": 0, "reason": "plan", "exit_code": int(not cost["fits"])} | cost
 
 
+def print_outlook(setup):
+    """Print what can be said without a compilation: memory and time, from shapes."""
+    print0(run_summary(setup))
+    memory = memory_from_shapes(setup)
+    if memory:
+        print0(f"about {memory['total'] / 2**30:,.3g} GiB for each device, from shapes")
+    flop = step_flop(setup)
+    if flop:
+        step_s = steplib.step_seconds(sum(flop.values()), setup["mesh"], setup["cfg"])
+        print0(time_of_run(setup, step_s))
+
+
+def time_of_run(setup, step_s):
+    """The time of all steps, device hours and their price, as a text. step_s: seconds of a step, or
+    None when unknown.
+    """
+    cfg, n_devices = setup["cfg"], setup["mesh"].size
+    if step_s is None:
+        error = "no time: the peak rate of this device is not known for this dtype"
+        if cfg.price:
+            config.raise_if_errors([config.field_error(cfg, "price", error)])
+        return error
+    seconds = cfg.steps * step_s
+    device_hours = seconds / 3600 * n_devices
+    run_time = f"{seconds / 3600:,.4g} hours" if seconds > 3600 else f"{seconds:,.0f} s"
+    text = (f"{cfg.steps:,} steps of about {step_s:,.4g} s: {run_time}, "
+            f"{device_hours:,.4g} device hours")
+    if cfg.price:
+        text += f", {device_hours * cfg.price:,.2f} at --price {cfg.price:g}"
+    return f"{text}; such plans were up to 31% off"
+
+
+def step_flop(setup):
+    """{formula: FLOPs per device and step} of a run; {} for a task without "flops"."""
+    cfg, task = setup["cfg"], setup["task"]
+    if not task["flops"]:
+        return {}
+    flops, formula = task["flops"]({}, cfg)
+    found = {f"model: {formula}": flops * task["units_per_step"](cfg) / setup["mesh"].size}
+    if cfg.remat in ("full", "offload"):
+        found["recomputed by remat"] = sum(found.values()) / 3
+    return found
+
+
+def memory_from_shapes(setup):
+    """{kind: estimated bytes on a device}, with "total" (without host memory), of a step; {} for a
+    task without "activation_bytes".
+    """
+    cfg, mesh, task = setup["cfg"], setup["mesh"], setup["task"]
+    if not task["activation_bytes"]:
+        return {}
+    # Offloaded moments are laid out as if on the device: JAX knows no host memory of absent ones.
+    on_device = dataclasses.replace(cfg, offload_optimizer=False)
+    state = steplib.lower_steps(*step_args(setup | {"cfg": on_device}))["state"]
+    trained = [x for name, x in state["params"].items()
+               if setup["table"][name].get("trained", True)]
+    moments = "moments in host memory" if cfg.offload_optimizer else "moments"
+    is_gpu = mesh.devices.flat[0].platform not in ("cpu", "tpu")
+    memory = {
+        "parameters": steplib.array_bytes(state["params"]),
+        moments: steplib.array_bytes(state["opt"]),
+        "gradients": steplib.array_bytes(trained),
+        "activations, roughly": task["activation_bytes"](cfg, mesh.shape, is_gpu),
+    }
+    total = sum(n for kind, n in memory.items() if "host" not in kind)
+    return memory | {"total": total}
+
+
 def estimate(setup):
     """{"flop": {formula: FLOPs per device and step}, "fits"} of a run, and the result of
     count_programs, or "error".
     """
-    cfg, mesh, task = setup["cfg"], setup["mesh"], setup["task"]
-    cost = {"flop": {}, "memory": {}, "peaks": {}}
-    if task["flops"]:
-        flops, formula = task["flops"]({}, cfg)
-        cost["flop"][f"model: {formula}"] = flops * task["units_per_step"](cfg) / mesh.size
+    mesh = setup["mesh"]
+    cost = {"flop": step_flop(setup), "memory": {}, "peaks": {}}
     try:
         with steplib.explain_oom(partial(memory_advice, setup)):
             cost |= count_programs(setup)
@@ -2581,7 +2650,7 @@ def count_programs(setup):
 
 def print_estimate(setup, cost):
     """Print an estimate. cost: of `estimate`."""
-    print0(run_summary(setup) + "; for each device:")
+    print0("for each device:")
     for kind, flop in cost["flop"].items():
         print0(f"  {flop / 1e12:10,.4g} TFLOP  {kind}")
     for kind, n_bytes in cost["memory"].items():
@@ -2596,9 +2665,13 @@ def print_estimate(setup, cost):
 
 def memory_advice(setup):
     """Flags with which a run fits, as a text with the GiB, those that cost the least time first.
-    The run is compiled with more and more of them until it fits.
+
+    The estimate from shapes chooses them, and the run is compiled with them. If it does not fit,
+    the estimate is scaled to what was compiled. Without an estimate, the run is compiled with more
+    and more flags.
     """
     cfg, mesh, task = setup["cfg"], setup["mesh"], setup["task"]
+    limit = steplib.memory_limit(mesh)
     flags = steplib.memory_flags(cfg, mesh, task["memory_flags"](mesh.shape["sp"], cfg))
     if cfg.eval_batch_size:
         flags.insert(0, {"eval_batch_size": 0})
@@ -2613,8 +2686,24 @@ def memory_advice(setup):
         except (ValueError, MemoryError, jax.errors.JaxRuntimeError):
             return math.inf
 
-    print0("too little memory: compiling variants that need less ...")
-    return steplib.suggest_flags(flags, peak_with, steplib.memory_limit(mesh))
+    print0("too little memory: compiling a variant that needs less ...")
+    has_estimate = task["activation_bytes"] and cfg.mode in ("train", "plan")
+    if not has_estimate or cfg.eval_batch_size or limit is None:
+        return steplib.as_advice(*steplib.suggest_flags(flags, peak_with, limit), limit)
+
+    def estimate_with(changes):
+        changed = setup | {"cfg": dataclasses.replace(cfg, **changes)}
+        return memory_from_shapes(changed)["total"]
+
+    tried = []
+    estimate_limit = limit
+    while True:
+        changes, estimated = steplib.suggest_flags(flags, estimate_with, estimate_limit)
+        peak = peak_with(changes)
+        if peak <= limit or changes in tried:
+            return steplib.as_advice(changes, peak, limit)
+        tried.append(changes)
+        estimate_limit = min(limit * estimated / peak, 0.9 * estimated)
 
 
 # ---- hooks from files

@@ -6,8 +6,8 @@
 
 Takes the flags of train.py. Compiles the step that would run and allocates nothing. The time of a
 step follows from what it computes, reads, writes and sends, from the vendors' rates, and from
-MATMUL_FRAC and EXPOSED, which are fitted to published runs (tests/RESULTS.md). Collectives count as
-rings. Without the compiler of GPUs, the plan is an estimate from shapes.
+step.MATMUL_FRAC and EXPOSED, which are fitted to published runs (tests/RESULTS.md). Collectives
+count as rings. Without the compiler of GPUs, the plan is an estimate from shapes.
 """
 import ast
 import dataclasses
@@ -52,8 +52,6 @@ SENT = {
     "all-to-all": lambda n, size: size * (n - 1) / n,
     "collective-permute": lambda n, size: size,
 }
-# Fraction of the peak FLOP/s that large matmuls reach, by prefix of the device's kind.
-MATMUL_FRAC = {"NVIDIA": 0.62, "TPU v6": 0.74, "TPU": 0.9}
 # Fraction of the time for memory, network and host that does not overlap with matmuls.
 EXPOSED = 0.5
 MISSING_COMPILER = (
@@ -76,6 +74,7 @@ def main(cfg, hooks=(), task=train.TEXT):
     if cfg.mode not in ("train", "plan"):
         config.raise_if_errors([f"mode {cfg.mode}: only training can be planned; remove --mode"])
     run = train.setup_run(cfg, task, planned_devices(cfg) if cfg.plan_for else None)
+    train.print_outlook(run)
     cost = measure(run)
     train.print_estimate(run, cost)
     for (kind, axes), (count, n_bytes) in cost["collectives"].items():
@@ -86,6 +85,7 @@ def main(cfg, hooks=(), task=train.TEXT):
         rate = tokens / cost["step_s"]
         train.print0(f"at full rates: {seconds}\na step: about {cost['step_s']:.4g} s, "
                      f"{rate:,.0f} tokens/s, MFU {cost['mfu']:.1%}")
+        train.print0(train.time_of_run(run, cost["step_s"]))
     if "products_s" in cost:
         train.print0(f"products at the peak rate: {cost['products_s']:.4g} s of a step, so at most "
                      f"{tokens / cost['products_s']:,.0f} tokens/s")
@@ -226,7 +226,6 @@ def measure(run):
     if isinstance(mesh.devices.flat[0], AbsentGpu):
         return estimate_from_shapes(run)
     cost = train.estimate(run)
-    add_recomputation(cost["flop"], run["cfg"])
     compiled_step = cost.get("programs", {}).get("a step")
     if compiled_step is None:  # it does not fit, or cannot be compiled
         return cost | {"collectives": {}, "sent_bytes": 0}
@@ -240,71 +239,27 @@ def measure(run):
     return cost | roofline(cost, mesh.devices.flat[0].device_kind)
 
 
-def add_recomputation(flop, cfg):
-    """Add to {formula: FLOP of a step} the second forward pass of some values of cfg.remat."""
-    if cfg.remat in ("full", "offload"):
-        flop["recomputed by remat"] = sum(flop.values()) / 3
-
-
 def estimate_from_shapes(run):
     """Estimate without a compiler what `measure` returns; of the time only "products_s"."""
     cfg, mesh, task = run["cfg"], run["mesh"], run["task"]
-    memory = state_bytes(run)
-    cost = {"flop": {}, "collectives": {}, "sent_bytes": 0}
+    memory = train.memory_from_shapes(run)
+    cost = {"flop": train.step_flop(run), "collectives": {}, "sent_bytes": 0}
     limit = steplib.memory_limit(mesh)
-    flops, formula = task["flops"]({}, cfg)
-    cost["flop"][f"model: {formula}"] = flops * task["units_per_step"](cfg) / mesh.size
-    add_recomputation(cost["flop"], cfg)
     if cfg.dtype != "float32":  # the peak is that of bfloat16
         tflops, _ = steplib.peaks(mesh.devices.flat[0].device_kind)
         cost["products_s"] = sum(cost["flop"].values()) / tflops / 1e12
 
     def peak_with(changes):
         changed = run | {"cfg": dataclasses.replace(cfg, **changes)}
-        held = sum(n for kind, n in state_bytes(changed).items() if "host" not in kind)
-        return held + activation_bytes(changed["cfg"], mesh.shape)
+        return train.memory_from_shapes(changed)["total"]
 
-    memory |= {"activations, roughly": activation_bytes(cfg, mesh.shape), "total": peak_with({})}
     cost |= {"memory": memory, "peaks": {"a step": memory["total"]}}
     cost["fits"] = memory["total"] <= limit
     if not cost["fits"]:
         flags = steplib.memory_flags(cfg, mesh, task["memory_flags"](mesh.shape["sp"], cfg))
-        cost["error"] = (f"does not fit in {limit / 2**30:.4g} GiB; this may: "
-                         + steplib.suggest_flags(flags, peak_with, limit))
+        advice = steplib.as_advice(*steplib.suggest_flags(flags, peak_with, limit), limit)
+        cost["error"] = f"does not fit in {limit / 2**30:.4g} GiB; this may: {advice}"
     return cost
-
-
-def state_bytes(run):
-    """{kind: bytes on a device} of the parameters, their moments and their gradients."""
-    # JAX knows no host memory of absent devices: offloaded moments are laid out as if on them.
-    cfg = dataclasses.replace(run["cfg"], offload_optimizer=False)
-    state = steplib.lower_steps(*train.step_args(run | {"cfg": cfg}))["state"]
-    moments = "moments in host memory" if run["cfg"].offload_optimizer else "moments"
-    trained = [x for name, x in state["params"].items() if run["table"][name].get("trained", True)]
-    return {"parameters": steplib.array_bytes(state["params"]),
-            moments: steplib.array_bytes(state["opt"]),
-            "gradients": steplib.array_bytes(trained)}
-
-
-def activation_bytes(cfg, n):
-    """Estimate of a microbatch: what remat keeps, all of one layer, logits. n: {axis: size}."""
-    tokens = cfg.batch_size * cfg.seq_len / (n["dp"] * n["fsdp"] * n["ep"] * n["sp"])
-    tokens /= cfg.grad_accum_steps
-    heads = 2 * (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / n["tp"]  # q, k, v, output
-    hidden = 3 * cfg.d_ff / n["tp"] / max(cfg.mlp_tiles, 1)  # gate, up, product
-    if cfg.n_experts:
-        hidden *= cfg.experts_per_token * (cfg.capacity_factor or 1)
-    layer = 4 * cfg.d_model + heads + hidden  # inputs of two blocks, before and after their norms
-    kept = {"none": layer, "dots": 2 * cfg.d_model + heads + hidden, "full": cfg.d_model,
-            "named": cfg.d_model + heads, "offload": 0}[cfg.remat]
-    logits = 4 * tokens * cfg.vocab_size / n["tp"]
-    if cfg.logit_tiles:
-        logits /= cfg.logit_tiles
-    else:  # as model.count_tiles chooses them
-        head = 4 * cfg.vocab_size * cfg.d_model / n["tp"]
-        logits = min(logits, max(train.model.LOGIT_BYTES["gpu"], head))
-    itemsize = 2 if "16" in cfg.dtype else 4
-    return tokens * itemsize * (cfg.n_layers * kept + layer) + logits
 
 
 def roofline(cost, kind):
@@ -323,7 +278,7 @@ def roofline(cost, kind):
     if cost["host_bytes"]:
         seconds["host"] = cost["host_bytes"] / gbps["host"] / 1e9
     exposed_s = sum(seconds.values()) - seconds["compute"]
-    step_s = seconds["compute"] / first_prefix(MATMUL_FRAC, kind) + EXPOSED * exposed_s
+    step_s = seconds["compute"] / steplib.matmul_frac(kind) + EXPOSED * exposed_s
     model_flop = next(iter(cost["flop"].values()))
     return {"seconds": seconds, "step_s": step_s, "mfu": model_flop / step_s / tflops / 1e12}
 

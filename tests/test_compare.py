@@ -201,7 +201,8 @@ def test_rows_of_other_types_are_skipped_and_counted(tmp_path, capsys):
         with open(path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write("\n".join(["", *lines]) + end)
         run, = compare.compare([str(path)], png_path="")
-        shown = {key: x for key, x in run.items() if key not in ("run", "name", "rows", "config", "members")}
+        shown = {key: x for key, x in run.items()
+                 if key not in ("run", "name", "rows", "config", "members")}
         return shown, capsys.readouterr().err.replace(str(tmp_path), "")
 
     good, printed = compared("good", [])

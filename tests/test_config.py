@@ -699,6 +699,7 @@ UNUSED = [
     ("mode", "train", dict(checkpoint="best"), "eval"),
     ("mode", "eval", dict(samples_file="a"), "sample"),
     ("mode", "train", dict(examples_file="a"), "eval"),
+    ("mode", "eval", dict(price=3.0), "plan"),
     ("n_experts", 0, dict(experts_per_token=1, capacity_factor=1.0, router_balance=0.1,
                           router_z=0.1), 4),
     ("coordinator", "", dict(n_processes=2, process_id=1), "host:1"),

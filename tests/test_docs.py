@@ -348,7 +348,8 @@ def test_a_command_runs(command, project):
 def test_the_transcript_of_the_readme(project):
     """As typed, a run that is killed resumes, and ends with the digests of one that is not killed.
 
-    Break: README.md: --save_every 20 --out_dir out/straight => --save_every 20 --out_dir out/straight --seed 1
+    Break: README.md: --out_dir out/straight > straight.log =>
+    --out_dir out/straight --seed 1 > straight.log
     """
     text, = [text for info, text in fences("README.md") if info == "console"]
     typed = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]

@@ -145,6 +145,10 @@ def written_rows(cfg):
     return {*Path().glob("*.jsonl")}
 
 
+def cost_of_a_run(cfg):
+    return train.time_of_run(train.setup_run(cfg), 3600.0)
+
+
 def drawn(cfg):
     """The tokens in 256 samples from probabilities of 50, 30, 15 and 5 %."""
     logits_BV = jnp.tile(jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]])), (256, 1))
@@ -319,6 +323,7 @@ FIELDS = {
 
     "eval_batch_size": (24, loss, TINY),
     "examples_file": ("examples.jsonl", written_rows, RUN | dict(mode="eval")),
+    "price": (3.0, cost_of_a_run, TINY | dict(mode="plan")),
     "save_end": (False, train.event_intervals, TINY),
     "watch": (("w",), optimizer, TINY | dict(log_every=1)),
 

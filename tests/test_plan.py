@@ -270,7 +270,7 @@ def test_a_plan_says_what_a_step_sends_and_how_long_it_takes(tiny, monkeypatch, 
     """
     monkeypatch.setitem(step.PEAKS, "cpu", (0.1, 1))
     monkeypatch.setitem(plan.BANDWIDTHS, "cpu", {"memory": 10, "near": 1, "far": 1, "host": 1})
-    monkeypatch.setitem(plan.MATMUL_FRAC, "cpu", 0.5)
+    monkeypatch.setitem(step.MATMUL_FRAC, "cpu", 0.5)
     before = len(jax.live_arrays())
     cost = planned(tiny, dp=1, fsdp=2, tp=2, sp=2, n_kv_heads=4, dtype="float32")
     assert len(jax.live_arrays()) == before and not Path(tiny().out_dir).exists()
@@ -284,6 +284,7 @@ def test_a_plan_says_what_a_step_sends_and_how_long_it_takes(tiny, monkeypatch, 
     cost = planned(tiny, dp=1, fsdp=8, dtype="bfloat16")
     printed, rate = capsys.readouterr().out, 8 * 16 / cost["step_s"]
     assert "at full rates: compute " in printed
+    assert train.time_of_run(train.setup_run(tiny(dp=1, fsdp=8)), cost["step_s"]) in printed
     assert (f"a step: about {cost['step_s']:.4g} s, {rate:,.0f} tokens/s, MFU {cost['mfu']:.1%}"
             in printed)
     with pytest.raises(ValueError, match="mode eval: only training can be planned"):
@@ -359,14 +360,44 @@ def test_without_their_compiler_gpus_are_planned_from_shapes(tiny, monkeypatch, 
 def test_activations_by_hand(tiny, remat, kept):
     """Two layers keep what remat says, a third all, beside logits of 32,768 in float32.
 
-    Break: tests/plan.py: (cfg.n_layers * kept + layer) => (cfg.n_layers * layer + layer)
+    Break: model.py: (cfg.n_layers * kept + layer) => (cfg.n_layers * layer + layer)
     """
     sizes = {name: value for name, value in ABSENT.items() if name != "plan_for"}
     sizes |= dict(remat=remat, dtype="bfloat16", grad_accum_steps=2)
     cfg = config.derive_text(tiny(**sizes))
     layer = 8 * 512 + 3 * 1376
-    n_bytes = plan.activation_bytes(cfg, dict(dp=1, fsdp=8, ep=1, tp=1, sp=1))
+    n_bytes = model.activation_bytes(cfg, dict(dp=1, fsdp=8, ep=1, tp=1, sp=1), True)
     assert n_bytes == 1024 * (2 * (2 * kept + layer) + 4 * 32768)
+
+
+def test_hours_and_money_of_a_run(tiny, capsys, monkeypatch):
+    """The first lines of a plan need no compilation: memory, hours, device hours and money. The
+    rate of a CPU is measured; where none is known, a price is an error.
+
+    Break: train.py: device_hours = seconds / 3600 * n_devices => device_hours = seconds / 3600
+    """
+    cfg = tiny(mode="plan", price=2.5, steps=10**9, dp=8)
+    setup = train.setup_run(cfg)
+    assert train.time_of_run(setup, 3.6e-3) == (
+        "1,000,000,000 steps of about 0.0036 s: 1,000 hours, 8,000 device hours, 20,000.00 at "
+        "--price 2.5; such plans were up to 31% off")
+
+    def compiled(setup):
+        printed.append(capsys.readouterr().out)
+        return cost
+
+    cost, printed = train.estimate(setup), []
+    monkeypatch.setattr(train, "estimate", compiled)
+    train.main(cfg)
+    assert re.search(r"about 0\.00\d+ GiB for each device, from shapes\n"
+                     r"1,000,000,000 steps of about \S+ s: ", printed[0])
+    sizes = train.memory_from_shapes(setup)
+    assert sizes["parameters"] == cost["memory"]["parameters"]
+    flop = train.step_flop(setup)
+    assert sum(flop.values()) / step.step_seconds(sum(flop.values()), setup["mesh"], cfg) > 1e6
+    monkeypatch.setattr(step, "step_seconds", lambda *args: None)
+    with pytest.raises(ValueError, match="price 2.5: no time: the peak rate of this device is not"):
+        train.main(cfg)
 
 
 @pytest.mark.slow
