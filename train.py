@@ -2561,7 +2561,7 @@ def print_outlook(setup):
     print0(run_summary(setup))
     memory = memory_from_shapes(setup)
     if memory:
-        print0(f"about {memory['total'] / 2**30:,.3g} GiB for each device, from shapes")
+        print0(f"about {amount(memory['total'] / 2**30)} GiB for each device, from shapes")
     flop = step_flop(setup)
     if flop:
         step_s = steplib.step_seconds(sum(flop.values()), setup["mesh"], setup["cfg"])
@@ -2580,12 +2580,17 @@ def time_of_run(setup, step_s):
         return error
     seconds = cfg.steps * step_s
     device_hours = seconds / 3600 * n_devices
-    run_time = f"{seconds / 3600:,.4g} hours" if seconds > 3600 else f"{seconds:,.0f} s"
-    text = (f"{cfg.steps:,} steps of about {step_s:,.4g} s: {run_time}, "
-            f"{device_hours:,.4g} device hours")
+    run_time = f"{amount(seconds / 3600)} hours" if seconds > 3600 else f"{amount(seconds)} s"
+    text = (f"{cfg.steps:,} steps of about {amount(step_s)} s: {run_time}, "
+            f"{amount(device_hours)} device hours")
     if cfg.price:
         text += f", {device_hours * cfg.price:,.2f} at --price {cfg.price:g}"
     return f"{text}; such plans were up to 31% off"
+
+
+def amount(x):
+    """A number with three digits, or with all before the point."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def step_flop(setup):

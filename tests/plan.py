@@ -73,6 +73,7 @@ def main(cfg, hooks=(), task=train.TEXT):
     """Print the plan of a step; return what `measure` returns, and "exit_code"."""
     if cfg.mode not in ("train", "plan"):
         config.raise_if_errors([f"mode {cfg.mode}: only training can be planned; remove --mode"])
+    cfg = dataclasses.replace(cfg, mode="plan")
     run = train.setup_run(cfg, task, planned_devices(cfg) if cfg.plan_for else None)
     train.print_outlook(run)
     cost = measure(run)
