@@ -320,6 +320,7 @@ def open_text(parts, cfg):
     does not come from its files. A validation set without a name is named "".
     A source is {
         "n": number of sequences,
+        "dataset": the result of make_dataset or mix,
         "batch": (index, rows, batch_size=cfg.batch_size) -> these rows of a batch,
         "fingerprint": a text that differs when the tokens do,
         "summary": a text to print,
@@ -383,6 +384,7 @@ def _make_source(dataset, build_batch, cfg, tokenizer):
     batch(0, [0])  # a wrong id is an error before the compilation
     return {
         "n": dataset["n"],
+        "dataset": dataset,
         "batch": batch,
         "fingerprint": fingerprint(dataset),
         "summary": describe(dataset),  # optional: summaries
@@ -525,13 +527,17 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
         "name": for messages,
         "tokens": a mapped file, [tokens],
         "documents": int64 [documents, 2], first token of each and the one after its last,
+        "sources": int64 [documents, 2], index in "paths" of its file, and its index in that file;
+            absent in older folders,
         "bytes_at": int64 [n, 2], number of tokens and of bytes of their text at the start and
             after each piece of text; a bos or eos counts as one byte,
         "ignored": uint8 [tokens], 1 for tokens that are not labels; absent: all are labels,
         "token_offset": number of tokens before tokens[0]; not 0 in the second part of a split,
         "counts": {name: number of documents read, of documents skipped, ...},
-        "path", "file_size": of a file that must not change}.
-    A shard of a token file has no "documents", "ignored" and "counts", but an "eod_id".
+        "path", "file_size": of a file that must not change,
+        "paths": [files]}.
+    A shard of a token file has no "documents", "sources", "paths", "ignored" and "counts", but an
+    "eod_id".
     With packing, make_dataset adds "row_bounds" and "spans", see `_pack_shard`. When packed
     documents are split, both sides keep all tokens and differ in "documents".
     """
@@ -545,7 +551,7 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
         write = partial(_write_shard, paths, tokenizer, columns)
         with as_value_error(f"{name}: cannot be tokenized into --token_cache {folder}", OSError):
             shard = _write_once(cached, write, read)
-    return shard | {"name": name, "token_offset": 0, "path": cached / "tokens"}
+    return shard | {"name": name, "token_offset": 0, "path": cached / "tokens", "paths": paths}
 
 
 def _read_shard(folder, dtype):
@@ -570,7 +576,7 @@ def _write_shard(paths, tokenizer, columns, folder):
     """Tokenize documents into the files of a shard, and write index.json after them."""
     with contextlib.ExitStack() as stack:
         files = {}
-        for name in ("tokens", "ignored", "documents", "bytes_at"):
+        for name in ("tokens", "ignored", "documents", "sources", "bytes_at"):
             files[name] = stack.enter_context(open(folder / name, "wb"))
         records = _records_of_files(paths, tokenizer, columns)
         counts = _write_documents(records, tokenizer, files)
@@ -634,6 +640,7 @@ def _write_documents(records, tokenizer, files):
             # The eos after a text, or a chat without an end, is part of it, and a label.
             has_eos = is_text or not record.get("has_end", True)
             files["documents"].write(np.int64((first, n + 1 if has_eos else n)))
+            files["sources"].write(np.int64(record["source"]))
             if not is_text and np.all(record["ignored"]):
                 counts["documents without a label"] += 1
             if has_eos or (kind == "chat" and bos is None):
@@ -643,6 +650,7 @@ def _write_documents(records, tokenizer, files):
     if not counts["documents"]:  # write one without tokens: an empty file cannot be mapped
         n = append([eos], False)
         files["documents"].write(np.int64((0, 0)))
+        files["sources"].write(np.int64((0, 0)))
     files["bytes_at"].write(np.int64((n, n + n_more)))
     if files["ignored"].tell():
         # This lengthens the file to one byte a token: the bytes after the last ignored are zeros.
@@ -688,9 +696,12 @@ def _records_of_files(paths, tokenizer, columns):
     n_characters = 0
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
               leave=False) as bar:
-        for path in paths:
+        for file_index, path in enumerate(paths):
+            n_documents = 0
             for where, row, is_last in rows_in(path, tokenizer["piece"], columns):
                 record = read_record(row, where, tokenizer) | {"is_last": is_last}
+                record["source"] = (file_index, n_documents)
+                n_documents += is_last
                 group.append(record)
                 n_characters += len(record["text"])
                 bar.update(len(record["text"]))
@@ -1217,7 +1228,9 @@ def _cut_documents(shard, cut):
     n_first = len(documents)
     if cut < len(shard["tokens"]):  # the second side gets a document
         n_first = min(np.searchsorted(documents[:, 0], cut), n_first - 1)
-    return shard | {"documents": documents[:n_first]}, shard | {"documents": documents[n_first:]}
+    names = [name for name in ("documents", "sources") if name in shard]
+    return (shard | {name: shard[name][:n_first] for name in names},
+            shard | {name: shard[name][n_first:] for name in names})
 
 
 # ---- sets of files

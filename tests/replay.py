@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What did step K learn from? Print the rows of a batch, with the files of their documents.
+
+    python tests/replay.py out/default --step 340             # trains again, up to step 340
+    python tests/replay.py out/default --step 340 --around 5  # with the losses of steps around it
+    python tests/replay.py out/default --find 'some text'     # the steps that learned from a text
+
+Step K is the state after K updates: batch K - 1 made it. A batch is a function of config, data and
+step, so nothing of it needs to be logged. The losses of its rows need the parameters of step K - 1:
+the tool trains to them from the newest checkpoint before, or from the start, in a temporary folder.
+Where the log has the digest of a step on the way, both are compared. For a run of another task call
+replay(out_dir, step, task=..., kind=...).
+"""
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/recipes")]
+
+import train  # isort: skip  before JAX, whose memory it sets up
+import audit
+import jax
+import numpy as np
+
+from train import ckpt, config, data
+
+TEXT_WIDTH = 400  # characters of a row that are shown
+
+
+def main(argv):
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out_dir", help="folder of the run")
+    parser.add_argument("--step", type=int, help="step K, which batch K - 1 made")
+    parser.add_argument("--around", type=int, default=0, metavar="N",
+                        help="train N steps more, and print the losses of N steps on each side")
+    parser.add_argument("--find", metavar="TEXT",
+                        help="print the steps with a row that has this text; a text that is cut at "
+                             "the end of a row is not found")
+    parser.add_argument("--steps", default="", metavar="A:B",
+                        help="with --find, only steps A to B; default: the whole run")
+    args = parser.parse_args(argv)
+    try:
+        if (args.step is None) == (args.find is None):
+            raise ValueError("give either --step or --find")
+        if args.find is None:
+            replay(args.out_dir, args.step, args.around)
+        else:
+            find(args.out_dir, args.find, args.steps)
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+# ---- the run and its batches
+
+def open_run(out_dir, step, task, kind):
+    """(setup, source of the training data, log rows) of a run, as it trained this step."""
+    has_log = Path(out_dir, "metrics.jsonl").exists()
+    rows = ckpt.read_log(out_dir) if has_log else []
+    if rows:
+        cfg = audit.config_of(rows, step - 1, step, kind)
+    else:
+        text = Path(out_dir, "config.json").read_text(encoding="utf-8")
+        cfg = config.from_json(text, "config.json", kind)
+    cfg = dataclasses.replace(config.without_launch_fields(cfg), out_dir=str(out_dir),
+                              ckpt_dir=cfg.ckpt_dir)
+    # Another number of devices makes the same batches. Its numbers are rounded differently.
+    try:
+        setup = train.setup_run(cfg, task)
+    except ValueError:
+        cfg = dataclasses.replace(cfg, dp=-1, fsdp=1, ep=1, tp=1, sp=1, slices=1)
+        setup = train.setup_run(cfg, task)
+    source = train.open_data(setup["task"], setup["cfg"], {"train"})["train"]
+    return setup | {"cfg": train.set_steps(setup["cfg"], source)}, source, rows
+
+
+def sequences_of(dataset, index, cfg):
+    """[(shard, first token, token after the last)] of each document or stretch in each row of batch
+    `index`: a list for each row. Tokens count from the start of the shard's file.
+    """
+    if "mixture" in dataset:
+        draws = data.draws_at(index, cfg.batch_size, None)
+        examples = data._mixture_examples(dataset["mixture"], draws, cfg.seed)
+    else:
+        examples = data.examples_at(index, cfg.batch_size, dataset["n"], cfg.seed)
+    shard_of = np.searchsorted(dataset["cum_counts"], examples, side="right")
+    offsets = examples - np.append(0, dataset["cum_counts"])[shard_of]
+    T = cfg.seq_len
+    rows = []
+    for i, offset in zip(shard_of.tolist(), offsets.tolist()):
+        shard = dataset["shards"][i]
+        if "row_bounds" in shard:
+            spans = shard["spans"][slice(*shard["row_bounds"][offset : offset + 2])]
+        else:
+            start = min(offset * T, len(shard["tokens"]) - 1 - T) + shard["token_offset"]
+            spans = [(start, start + T + 1)]
+        rows.append([(shard, int(start), int(stop)) for start, stop in spans])
+    return rows
+
+
+def origin(shard, start, stop):
+    """Where the tokens from start to stop of a shard come from, as a text."""
+    if "documents" not in shard:
+        return f"{shard['name']}, tokens {start:,} to {stop - 1:,}"
+    firsts = shard["documents"][:, 0]
+    first = max(np.searchsorted(firsts, start, side="right") - 1, 0)
+    last = max(np.searchsorted(firsts, stop - 1, side="left"), first + 1)
+    if "sources" not in shard:
+        return (f"document {first} of all ({shard['path'].parent} is of an older version: delete "
+                "it, to see the file)")
+    texts = []
+    for file, number in shard["sources"][first:last].tolist():
+        texts.append(f"{shard['paths'][file]}, document {number}")
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + more
+
+
+def show_row(batch, row, tokenizer):
+    """The text of a row with marks around its labels, shortened in the middle."""
+    labels = batch["labels"][row]
+    ids = np.append(batch["tokens"][row], labels[-1])
+    is_label = np.append(False, labels != data.IGNORE)
+    used = np.append(batch.get("segments", np.ones_like(batch["tokens"]))[row] > 0, True)
+    used &= ids != data.IGNORE
+    ids, is_label = ids[used], is_label[used]
+    pieces, start = [], 0
+    for stop in range(1, len(ids) + 1):
+        if stop == len(ids) or is_label[stop] != is_label[start]:
+            pieces.append((tokenizer["decode"](ids[start:stop]), bool(is_label[start])))
+            start = stop
+    text = train.mark_labels(pieces).replace("\n", "\\n")
+    half = TEXT_WIDTH // 2
+    return text if len(text) <= TEXT_WIDTH else f"{text[:half]} ... {text[-half:]}"
+
+
+# ---- one step
+
+def replay(out_dir, step, around=0, task=train.TEXT, kind=config.Config):
+    """Print the rows of the batch that made a step, those with the largest share of the loss first.
+
+    Returns [{"row", "share" of the summed loss, "loss" (mean in nats), "grad_norm" (of the row's
+    part of the gradient), "origin", "text"}].
+    """
+    if step < 1:
+        raise ValueError(f"--step {step}: must be 1 or more; step 0 is the initial state")
+    setup, source, rows = open_run(out_dir, step, task, kind)
+    cfg = setup["cfg"]
+    if step > cfg.steps:
+        raise ValueError(f"--step {step}: the run has {cfg.steps} steps")
+    if not train.steplib.takes(setup["task"]["loss"], "examples"):
+        raise ValueError("this task has no loss per position; replay shows those of text")
+
+    params, losses, digests = train_to(setup, rows, step, around, task)
+    batch = source["batch"](step - 1, np.arange(cfg.batch_size))
+    found = measure_rows(params, batch, setup)
+    tokenizer = data.make_cfg_tokenizer(cfg)
+    spans = sequences_of(source["dataset"], step - 1, cfg) if "dataset" in source else []
+    for each in found:
+        of_row = spans[each["row"]] if spans else []
+        each["origin"] = list(dict.fromkeys(origin(*span) for span in of_row))
+        each["text"] = show_row(batch, each["row"], tokenizer)
+
+    print(f"step {step} of {out_dir}: batch {step - 1}, {cfg.batch_size} rows of {cfg.seq_len} "
+          "tokens")
+    for saved, is_same in digests.items():
+        print(f"step {saved}: its digest is " + ("that of the log" if is_same else "NOT that of the "
+              "log: another machine, mesh or version trained the run, and losses are only near"))
+    for near in sorted(losses):
+        if abs(near - step) <= around:
+            mark = "  <- this step" if near == step else ""
+            print(f"step {near:6}  loss {losses[near]:.4f}{mark}")
+    print(" share    loss  gradient  row  from")
+    for each in found:
+        print(f"{each['share']:6.1%}  {each['loss']:6.4f}  {each['grad_norm']:8.4f}  "
+              f"{each['row']:3}  {'; '.join(each['origin'])}\n    {each['text']}")
+    return found
+
+
+def train_to(setup, rows, step, around, task):
+    """Train again, to `around` steps beyond `step`.
+
+    Returns (parameters of step - 1, {step: loss}, {step: whether its digest is the one in the log}).
+    """
+    cfg = setup["cfg"]
+    digests = {row["step"]: row["digest"] for row in rows
+               if row["event"] == "save" and row["kind"] == "save"}
+    losses, compared, kept = {}, {}, {}
+
+    def observe(event, value):
+        # A copy, since the next step reuses the memory of the state.
+        if event in ("load", "state") and int(value["step"]) == step - 1:
+            kept.update({name: np.array(x) for name, x in value["params"].items()})
+        if event == "step":
+            losses[value["step"]] = value["loss"]
+        if event == "save" and value["step"] in digests:
+            compared[value["step"]] = value["digest"] == digests[value["step"]]
+
+    available = [n for n in ckpt.steps(setup["root"]) if n < step - around]
+    with tempfile.TemporaryDirectory(prefix="replay") as scratch:
+        if available:
+            audit.copy_checkpoint(setup["root"], max(available), scratch)
+        again = dataclasses.replace(
+            config.without_launch_fields(cfg), out_dir=scratch, ckpt_dir="",
+            resume="must" if available else "auto", stop=(str(step + around),), eval_every=0,
+            eval_batches=1, sample_every=0, sample_tokens=0, weights_every=0, export="",
+            export_every=0, track=(), profile="")
+        # Print nothing: the messages would name a folder that is deleted afterwards.
+        with (open(os.devnull, "w", encoding="utf-8") as nowhere,
+              contextlib.redirect_stdout(nowhere)):
+            train.main(again, [observe], task)
+    return kept, losses, compared
+
+
+def measure_rows(params, batch, setup):
+    """Shares of the loss and norms of the gradient of each row of a batch, largest share first."""
+    cfg, loss = setup["cfg"], setup["task"]["loss"]
+
+    def sums_of(params, row):
+        _, counts, values = loss(params, row, cfg, examples=True)
+        return counts["objective"], values["nats"]
+
+    def gradient_norm(params, row):
+        grads = jax.grad(lambda params: loss(params, row, cfg)[0]["objective"])(params)
+        return train.steplib.optax.tree.norm(grads)
+
+    sums_of, gradient_norm = jax.jit(sums_of), jax.jit(gradient_norm)
+    found = []
+    for i in range(len(batch["labels"])):
+        row = {name: x[i : i + 1] for name, x in batch.items()}
+        count, nats = sums_of(params, row)
+        n_labels = int((row["labels"] != data.IGNORE).sum())
+        found.append({"row": i, "sum": float(np.sum(nats, where=row["labels"] != data.IGNORE)),
+                      "n_labels": n_labels, "divisor": float(count),
+                      "grad_norm": float(gradient_norm(params, row))})
+    total = math.fsum(each["sum"] for each in found)
+    divisor = math.fsum(each.pop("divisor") for each in found)
+    for each in found:
+        each["share"] = each["sum"] / total
+        each["loss"] = each.pop("sum") / max(each["n_labels"], 1)
+        each["grad_norm"] /= divisor
+    return sorted(found, key=lambda each: -each["share"])
+
+
+# ---- a text
+
+def find(out_dir, text, steps=""):
+    """Print and return the steps whose batches have a row with a text: [(step, row, origin)]."""
+    setup, source, _ = open_run(out_dir, 1, train.TEXT, config.Config)
+    cfg = setup["cfg"]
+    tokenizer = data.make_cfg_tokenizer(cfg)
+    first, _, last = steps.partition(":")
+    with data.as_value_error(f"--steps {steps!r}: must be as 100:200", ValueError):
+        first, last = int(first or 1), int(last or cfg.steps)
+    found = []
+    for step in range(max(first, 1), min(last, cfg.steps) + 1):
+        batch = source["batch"](step - 1, np.arange(cfg.batch_size))
+        ids = np.concatenate([batch["tokens"], batch["labels"][:, -1:]], axis=1)
+        for row, row_ids in enumerate(ids):
+            if text in tokenizer["decode"](row_ids[row_ids != data.IGNORE]):
+                spans = sequences_of(source["dataset"], step - 1, cfg)[row]
+                where = "; ".join(dict.fromkeys(origin(*span) for span in spans))
+                print(f"step {step:6}  row {row:3}  {where}")
+                found.append((step, row, where))
+    print(f"{len(found)} rows of steps {max(first, 1)} to {min(last, cfg.steps)} have {text!r}")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
