@@ -187,7 +187,7 @@ def replay(out_dir, step, around=0, task=train.TEXT, kind=config.Config):
 def train_to(setup, rows, step, around, task):
     """Train again, to `around` steps beyond `step`.
 
-    Returns (parameters of step - 1, {step: loss}, {step: whether its digest is the one in the log}).
+    Returns (parameters of step - 1, {step: loss}, {step: whether its digest is that of the log}).
     """
     cfg = setup["cfg"]
     digests = {row["step"]: row["digest"] for row in rows
