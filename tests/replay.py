@@ -8,7 +8,7 @@
 Step K is the state after K updates: batch K - 1 made it. A batch is a function of config, data and
 step, so nothing of it needs to be logged. The losses of its rows need the parameters of step K - 1:
 the tool trains to them from the newest checkpoint before, or from the start, in a temporary folder.
-Where the log has the digest of a step on the way, both are compared. For a run of another task call
+Losses and digests that the log has on the way are compared. For a run of another task call
 replay(out_dir, step, task=..., kind=...).
 """
 import argparse
@@ -80,6 +80,11 @@ def open_run(out_dir, step, task, kind):
         setup = train.setup_run(cfg, task)
     source = train.open_data(setup["task"], setup["cfg"], {"train"})["train"]
     return setup | {"cfg": train.set_steps(setup["cfg"], source)}, source, rows
+
+
+def batch_index(cfg, step):
+    """The batch that made a step."""
+    return 0 if cfg.overfit_batch else step - 1
 
 
 def sequences_of(dataset, index, cfg):
@@ -158,21 +163,24 @@ def replay(out_dir, step, around=0, task=train.TEXT, kind=config.Config):
     if not train.steplib.takes(setup["task"]["loss"], "examples"):
         raise ValueError("this task has no loss per position; replay shows those of text")
 
-    params, losses, digests = train_to(setup, rows, step, around, task)
-    batch = source["batch"](step - 1, np.arange(cfg.batch_size))
+    params, losses, differences, n_compared = train_to(setup, rows, step, around, task)
+    index = batch_index(cfg, step)
+    batch = source["batch"](index, np.arange(cfg.batch_size))
     found = measure_rows(params, batch, setup)
     tokenizer = data.make_cfg_tokenizer(cfg)
-    spans = sequences_of(source["dataset"], step - 1, cfg) if "dataset" in source else []
+    spans = sequences_of(source["dataset"], index, cfg) if "dataset" in source else []
     for each in found:
         of_row = spans[each["row"]] if spans else []
         each["origin"] = list(dict.fromkeys(origin(*span) for span in of_row))
         each["text"] = show_row(batch, each["row"], tokenizer)
 
-    print(f"step {step} of {out_dir}: batch {step - 1}, {cfg.batch_size} rows of {cfg.seq_len} "
+    print(f"step {step} of {out_dir}: batch {index}, {cfg.batch_size} rows of {cfg.seq_len} "
           "tokens")
-    for saved, is_same in digests.items():
-        print(f"step {saved}: its digest is " + ("that of the log" if is_same else "NOT that of the "
-              "log: another machine, mesh or version trained the run, and losses are only near"))
+    if differences:
+        print(f"NOT exact: {differences[0]}. Another machine, mesh or version trained the run, or "
+              "its files have changed since")
+    else:
+        print(f"trained again exactly: {n_compared} losses and digests of the log agree")
     for near in sorted(losses):
         if abs(near - step) <= around:
             mark = "  <- this step" if near == step else ""
@@ -187,12 +195,17 @@ def replay(out_dir, step, around=0, task=train.TEXT, kind=config.Config):
 def train_to(setup, rows, step, around, task):
     """Train again, to `around` steps beyond `step`.
 
-    Returns (parameters of step - 1, {step: loss}, {step: whether its digest is that of the log}).
+    Returns (parameters of step - 1, {step: loss}, differences from the log as texts, number of
+    losses and digests that were compared).
     """
     cfg = setup["cfg"]
-    digests = {row["step"]: row["digest"] for row in rows
-               if row["event"] == "save" and row["kind"] == "save"}
-    losses, compared, kept = {}, {}, {}
+    logged = {}  # {(event, step): the value in the log}
+    for row in rows:
+        if row["event"] == "log":
+            logged["log", row["step"]] = row.get("loss")
+        if row["event"] == "save" and row["kind"] == "save":
+            logged["save", row["step"]] = row["digest"]
+    losses, kept, differences, compared = {}, {}, [], set()
 
     def observe(event, value):
         # A copy, since the next step reuses the memory of the state.
@@ -200,8 +213,14 @@ def train_to(setup, rows, step, around, task):
             kept.update({name: np.array(x) for name, x in value["params"].items()})
         if event == "step":
             losses[value["step"]] = value["loss"]
-        if event == "save" and value["step"] in digests:
-            compared[value["step"]] = value["digest"] == digests[value["step"]]
+        if event in ("log", "save") and (event, value["step"]) in logged:
+            saved = logged[event, value["step"]]
+            found = value["digest"] if event == "save" else value.get("loss")
+            compared.add((event, value["step"]))
+            # metrics.jsonl has null for what is not finite.
+            if found != saved and not (saved is None and not math.isfinite(found)):
+                name = "digest" if event == "save" else "loss"
+                differences.append(f"the {name} of step {value['step']} was {saved}, is {found}")
 
     available = [n for n in ckpt.steps(setup["root"]) if n < step - around]
     with tempfile.TemporaryDirectory(prefix="replay") as scratch:
@@ -216,12 +235,14 @@ def train_to(setup, rows, step, around, task):
         with (open(os.devnull, "w", encoding="utf-8") as nowhere,
               contextlib.redirect_stdout(nowhere)):
             train.main(again, [observe], task)
-    return kept, losses, compared
+    return kept, losses, differences, len(compared)
 
 
 def measure_rows(params, batch, setup):
     """Shares of the loss and norms of the gradient of each row of a batch, largest share first."""
-    cfg, loss = setup["cfg"], setup["task"]["loss"]
+    cfg = setup["cfg"]
+    hooks = train.load_functions("hooks", cfg.hooks)
+    loss = train.run_hooks(hooks, "loss_fn", setup["task"]["loss"])
 
     def sums_of(params, row):
         _, counts, values = loss(params, row, cfg, examples=True)
@@ -261,11 +282,12 @@ def find(out_dir, text, steps=""):
         first, last = int(first or 1), int(last or cfg.steps)
     found = []
     for step in range(max(first, 1), min(last, cfg.steps) + 1):
-        batch = source["batch"](step - 1, np.arange(cfg.batch_size))
+        index = batch_index(cfg, step)
+        batch = source["batch"](index, np.arange(cfg.batch_size))
         ids = np.concatenate([batch["tokens"], batch["labels"][:, -1:]], axis=1)
         for row, row_ids in enumerate(ids):
             if text in tokenizer["decode"](row_ids[row_ids != data.IGNORE]):
-                spans = sequences_of(source["dataset"], step - 1, cfg)[row]
+                spans = sequences_of(source["dataset"], index, cfg)[row]
                 where = "; ".join(dict.fromkeys(origin(*span) for span in spans))
                 print(f"step {step:6}  row {row:3}  {where}")
                 found.append((step, row, where))

@@ -60,6 +60,7 @@ FLAGS = {
     "endless.py": SMALL,
     "clicks.py": "--stop 2 --eval_batches 1 --tables user=2^8 item=2^8 category=2^8 history=2^8:4",
     "audit.py": "--first 1 --last 2",
+    "replay.py": "--step 2",
     "chat.py": "--sample_tokens 2",
 }
 
