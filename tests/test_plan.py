@@ -393,8 +393,8 @@ def test_hours_and_money_of_a_run(tiny, capsys, monkeypatch):
                      r"1,000,000,000 steps of about \S+ s: ", printed[0])
     sizes = train.memory_from_shapes(setup)
     assert sizes["parameters"] == cost["memory"]["parameters"]
-    flop = train.step_flop(setup)
-    assert sum(flop.values()) / step.step_seconds(sum(flop.values()), setup["mesh"], cfg) > 1e6
+    flop = sum(train.step_flop(setup).values())
+    assert flop / step.step_seconds(flop, setup["mesh"], setup["cfg"]) > 1e6  # FLOP/s
     monkeypatch.setattr(step, "step_seconds", lambda *args: None)
     with pytest.raises(ValueError, match="price 2.5: no time: the peak rate of this device is not"):
         train.main(cfg)
