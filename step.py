@@ -1164,7 +1164,7 @@ def check_peaks(cost, mesh):
 
 # Fraction of the peak FLOP/s that large matmuls reach, by the beginning of the device's kind. On
 # CPUs, of the rate that product_rate measures.
-MATMUL_FRAC = {"NVIDIA": 0.62, "Tesla": 0.62, "TPU v6": 0.74, "TPU": 0.9, "cpu": 0.62}
+MATMUL_FRAC = {"NVIDIA": 0.62, "Tesla": 0.62, "TPU v6": 0.74, "TPU": 0.9, "cpu": 0.55}
 
 
 def step_seconds(flop, mesh, cfg):
