@@ -1010,8 +1010,8 @@ def _count_threads():
 # ---- optional
 #
 # The sections, in this order: parameters in bfloat16, loss scaling for float16, optimizer in host
-# memory, weight statistics, memory estimates, memory advice, processes, profiler, compilation
-# cache, this file alone.
+# memory, weight statistics, memory estimates, time estimates, memory advice, processes, profiler,
+# compilation cache, this file alone.
 
 
 # ---- parameters in bfloat16
@@ -1189,8 +1189,9 @@ def product_rate(cfg):
     """FLOP/s of this machine in a product of the size of the model's MLP: the best in 0.3 s."""
     dtype = jnp.bfloat16 if cfg.dtype in ("mixed", "bfloat16") else jnp.float32
     n_rows = min(2048, cfg.batch_size * cfg.seq_len // cfg.grad_accum_steps)
+    width = cfg.d_ff or 4 * cfg.d_model  # 0 if the task has no MLP
     left = jnp.ones((n_rows, cfg.d_model), dtype)
-    right = jnp.ones((cfg.d_model, cfg.d_ff), dtype)
+    right = jnp.ones((cfg.d_model, width), dtype)
     product = jax.jit(partial(jnp.matmul, preferred_element_type=jnp.float32))
     product(left, right).block_until_ready()
     seconds = []
@@ -1199,7 +1200,7 @@ def product_rate(cfg):
         start = time.perf_counter()
         product(left, right).block_until_ready()
         seconds.append(time.perf_counter() - start)
-    return 2 * n_rows * cfg.d_model * cfg.d_ff / min(seconds)
+    return 2 * n_rows * cfg.d_model * width / min(seconds)
 
 
 # ---- memory advice
