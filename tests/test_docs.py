@@ -91,8 +91,7 @@ SKIPPED = {
     r"(s3|gs)://": "needs a bucket",
     r"hf://": "downloads from the Hub",
     r"from transformers": "tests/test_hf.py loads what a run exports",
-    r"rl\.py --mode (eval|sample)": "tests/test_rl.py runs both modes",
-    r"clicks\.py --mode eval": "tests/test_clicks.py reads such a file",
+    r"recipes/(rl|clicks|distill|adapter|dpo|chat)\.py": "the tests of that recipe run it",
 }
 # The package that only the extra of a requirement installs.
 EXTRAS = {"jax[tpu]": "libtpu", "jax[cuda12]": "jax-cuda12-plugin", "ray[tune]": "ray",

@@ -54,24 +54,21 @@ def test_a_launcher_starts_a_run(start, tiny):
 
     Break: train.py: if not cfg.coordinator: => if cfg.n_processes == 1:
     """
-    cfg = tiny(dp=1, fsdp=2, dtype="float32", coordinator="auto")
-    alone = dataclasses.replace(cfg, out_dir=cfg.out_dir + "_alone", coordinator="")
+    cfg = tiny(dp=1, fsdp=2, dtype="float32", coordinator="auto", steps=10**6, save_every=0)
+    alone = dataclasses.replace(cfg, out_dir=cfg.out_dir + "_alone", coordinator="", stop=("8",))
     one, two = command(alone, 2), start(cfg)
     try:
-        assert not any(run.wait(240) for run in two), Path(cfg.out_dir + ".log").read_text()
+        log = Path(cfg.out_dir + ".log")
+        wait_for(lambda: "step      9 " in log.read_text(), 240)
         assert ended(*one)[0] == 0
-        for found, expected in zip(losses(cfg.out_dir)[:2], losses(alone.out_dir)[:2],
-                                   strict=True):
-            np.testing.assert_allclose(found, expected, rtol=2e-6)
-        assert rows(cfg.out_dir, "start")[0]["processes"] == 2
-        cfg = dataclasses.replace(cfg, out_dir=cfg.out_dir + "_long", steps=10**6, save_every=0)
-        two = start(cfg)
-        wait_for(lambda: any(row["event"] == "log" for row in ckpt.read_log(cfg.out_dir)), 240)
     finally:
         for run in two:
-            run.terminate()  # nothing, when it has ended
+            run.terminate()
         for run in two:
             run.wait(60)
+    for found, expected in zip(losses(cfg.out_dir)[:2], losses(alone.out_dir)[:2], strict=True):
+        np.testing.assert_allclose(found[:len(expected)], expected, rtol=2e-6)
+    assert rows(cfg.out_dir, "start")[0]["processes"] == 2
     end, = rows(cfg.out_dir, "end")
     assert end["reason"] == "SIGTERM" and rows(cfg.out_dir, "save")[-1]["step"] == end["step"]
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [end["step"]]
