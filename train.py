@@ -2584,7 +2584,7 @@ def time_of_run(setup, step_s):
     text = (f"{cfg.steps:,} steps of about {amount(step_s)} s: {run_time}, "
             f"{amount(device_hours)} device hours")
     if cfg.price:
-        text += f", {device_hours * cfg.price:,.2f} at --price {cfg.price:g}"
+        text += f", {amount(device_hours * cfg.price)} at --price {cfg.price:g}"
     return f"{text}; such plans were up to 31% off"
 
 
@@ -2780,18 +2780,21 @@ def plot(cfg):
         for name, axes in panels.items():
             for key in (name, "val_loss") if name == "loss" else (name,):
                 points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-                style = "o-" if key == "val_loss" else "-"
-                axes.plot(*np.reshape(points, (-1, 2)).T, style, label=key, markersize=4)
+                # A line of one point would not be seen.
+                style = "o-" if key == "val_loss" or len(points) == 1 else "-"
+                if points:
+                    axes.plot(*np.transpose(points), style, label=key, markersize=4)
             axes.set_xlabel("step")
             axes.set_ylabel(labels[name])
             axes.grid(alpha=0.3)
             # The first twentieth is cut off at the top, or it would flatten the rest.
             values = [line.get_ydata()[len(line.get_ydata()) // 20:] for line in axes.lines]
-            finite = [x for x in np.concatenate(values) if np.isfinite(x)]
+            finite = [x for x in np.concatenate([[], *values]) if np.isfinite(x)]
             if name in ("loss", "grad_norm") and finite:
                 margin = 0.05 * np.ptp(finite) or 0.05
                 axes.set_ylim(min(finite) - margin, max(finite) + margin)
-        panels["loss"].legend()
+        if panels["loss"].lines:
+            panels["loss"].legend()
         panels[speed].set_ylim(bottom=0)
 
         with_bits = [row for row in rows if row.get("loss") and row.get("bits_per_byte")]

@@ -57,10 +57,12 @@ def main(argv):
                         help="run, or one of the seeds of a row, with which the others are "
                              "compared; default: the best row")
     parser.add_argument("--below", type=float, metavar="X",
-                        help="print which rows are better than this value, beyond chance")
+                        help="print whether the mean of each row is better than this value")
     parser.add_argument("--png", help="file for the picture; '' for none; default: compare.png")
     args = parser.parse_args(argv)
     try:
+        if args.below is not None and not math.isfinite(args.below):
+            raise ValueError(f"--below {args.below}: must be a finite number")
         compare(args.folders, args.by, args.png, args.against, args.below)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
@@ -93,8 +95,8 @@ def compare(folders, by="val_loss", png_path=None, against="", below=None):
     for run in runs:
         run |= summarize(run, by, sign, train_name)
     direction = -1 if sign == ">" else 1
-    same_states = runs_of_one_state(runs)
     runs = join_seeds(runs, direction)
+    same_states = runs_of_one_state(runs)
     runs.sort(key=lambda run: math.inf if run["best"] is None else direction * run["best"])
     fields = differing_fields(runs)
     if against or any(len(run["members"]) > 1 for run in runs):
@@ -331,7 +333,7 @@ def is_locked(path):
 
 def join_seeds(runs, direction):
     """Rows of the table: groups of runs that differ in their seed alone and have come equally far,
-    and all other runs. Runs of one seed, such as copies, are not joined.
+    and all other runs. Of runs of one seed, such as copies, a group has the first.
     """
     groups = {}
     for run in runs:
@@ -342,11 +344,10 @@ def join_seeds(runs, direction):
         groups.setdefault(key, []).append(run)
     rows = []
     for members in groups.values():
-        seeds = [run["config"]["seed"] for run in members]
-        if len(members) == 1 or len(set(seeds)) < len(seeds):
-            rows += members
-        else:
-            rows.append(group_of(members, direction))
+        # The first run of each seed.
+        distinct = list({run["config"]["seed"]: run for run in reversed(members)}.values())
+        rows.append(distinct[0] if len(distinct) == 1 else group_of(distinct, direction))
+        rows += [run for run in members if not any(run is other for other in distinct)]
     return rows
 
 
@@ -367,9 +368,10 @@ def group_of(members, direction):
         return statistics.fmean(known) if known else None
 
     return first | {
-        "name": f"{re.sub(',?seed=[0-9]+', '', first['name'])} x{len(members)}".strip(),
+        "name": f"{re.sub(',?seed=[0-9]+', '', first['name']) or 'seeds'} x{len(members)}",
         "config": first["config"] | {"seed": [run["config"]["seed"] for run in members]},
         "members": members,
+        "is_copy": False,
         "step": min(run["step"] for run in members),
         "best": None if best is None else means[best],
         "best_step": None if best is None else steps[best],
@@ -386,7 +388,9 @@ def group_of(members, direction):
         "wall_s": mean("wall_s"),
         "state": ", ".join(state if n == len(members) else f"{n} {state}"
                            for state, n in states.items()),
-        "reason": "; ".join(run["reason"] for run in members if run["reason"]),
+        "reason": "; ".join(f"{run['name']}: {run['reason'] or 'its last value is not finite'}"
+                            for run in members
+                            if run["reason"] or not math.isfinite(run["last"])),
     }
 
 
@@ -413,7 +417,9 @@ def add_differences(runs, reference, direction):
         step = None if row is reference else step_of_value(row, reference, direction)
         if step:
             row["fewer_steps"] = reference["last_step"] / step
-            row["less_time"] = time_at(reference, reference["last_step"]) / time_at(row, step)
+            seconds = time_at(row, step)
+            if seconds:
+                row["less_time"] = time_at(reference, reference["last_step"]) / seconds
 
 
 def difference(row, reference):
@@ -454,8 +460,10 @@ def step_of_value(row, reference, direction):
 
 
 def time_at(row, step):
-    """Wall time in seconds at a step, on straight lines between log rows."""
+    """Wall time in seconds at a step, on straight lines between log rows; 0 when unknown."""
     steps = sorted(row["seconds"])
+    if not steps:
+        return 0.0
     return float(np.interp(step, steps, [row["seconds"][known] for known in steps]))
 
 
@@ -478,10 +486,12 @@ def compare_with_bound(row, below, direction):
             f"sqrt({n}) = {margin * math.sqrt(n):.4f} >= 0.004; {own} by two standard errors")
 
 
-def runs_of_one_state(runs):
-    """Lines about runs whose last saves of one step have the same digests: bit-identical states."""
+def runs_of_one_state(rows):
+    """Lines about runs whose last saves of one step have the same digests: bit-identical states.
+    All but one of those that are rows of their own get "is_copy".
+    """
     found = {}
-    for run in runs:
+    for run in (run for row in rows for run in row["members"]):
         saves = [row for row in run["rows"] if row["event"] == "save" and "digest" in row]
         if saves:
             key = json.dumps([saves[-1]["step"], saves[-1]["digest"]], sort_keys=True)
@@ -492,7 +502,7 @@ def runs_of_one_state(runs):
             step = max(row["step"] for row in same[0]["rows"] if row["event"] == "save")
             names = listed([run["name"] for run in same], 5)
             lines.append(f"bit-identical at step {step}: {names}")
-            for run in same[1:]:
+            for run in [run for run in same if any(run is row for row in rows)][1:]:
                 run["is_copy"] = True
     return lines
 
@@ -679,10 +689,11 @@ def draw(path, runs, by, direction, train_name):
         for axes, x in zip(all_axes, panels, strict=True):
             draw_run(axes, run, x, label)
 
+    whole_runs = [run for run in runs if not run["parent"]]  # a branch begins late, and low
     for axes, (x, label) in zip(all_axes, panels.items(), strict=True):
         axes.set_xlabel(label)
         axes.set_xlim(left=0)
-        axes.set_ylim(y_range(runs, direction))
+        axes.set_ylim(y_range(whole_runs or runs, direction))
         axes.grid(alpha=0.3)
         if x == "units":
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k: longer numbers collide
@@ -726,7 +737,7 @@ def draw_run(axes, run, x, label):
                   np.interp(steps, training["steps"], training["values"]), "|", color=colour,
                   markersize=14, markeredgewidth=1.6)
     parent = run["parent"]
-    if parent and x != "seconds":  # the time of a branch begins with itself
+    if parent:
         for own, other in zip(run["curves"], parent["curves"], strict=True):
             if len(own[x]) and len(other[x]) and other["steps"][0] <= run["branch_step"]:
                 start = [np.interp(run["branch_step"], other["steps"], other[key])

@@ -14,6 +14,7 @@ replay(out_dir, step, task=..., kind=...).
 import argparse
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import sys
@@ -61,17 +62,27 @@ def main(argv):
 
 # ---- the run and its batches
 
-def open_run(out_dir, step, task, kind):
-    """(setup, source of the training data, log rows) of a run, as it trained this step."""
+def open_run(out_dir, task, kind, span=None):
+    """(setup, source of the training data, log rows) of a run.
+
+    span: (first, last) steps that are trained again: the run must have trained them with one
+    config. Without it, the config is the newest.
+    """
+    text = Path(out_dir, "config.json").read_text(encoding="utf-8")
+    unknown = json.loads(text).keys() - {field.name for field in dataclasses.fields(kind)}
+    if unknown:
+        raise ValueError(f"{out_dir}: its config has {', '.join(sorted(unknown))}, so it is the run "
+                         "of a recipe; call replay.replay from Python, with its task and its config")
     has_log = Path(out_dir, "metrics.jsonl").exists()
     rows = ckpt.read_log(out_dir) if has_log else []
-    if rows:
-        cfg = audit.config_of(rows, step - 1, step, kind)
-    else:
-        text = Path(out_dir, "config.json").read_text(encoding="utf-8")
-        cfg = config.from_json(text, "config.json", kind)
-    cfg = dataclasses.replace(config.without_launch_fields(cfg), out_dir=str(out_dir),
-                              ckpt_dir=cfg.ckpt_dir)
+    cfg = config.from_json(text, "config.json", kind)
+    if rows and span:
+        try:
+            cfg = audit.config_of(rows, *span, kind)
+        except ValueError as e:
+            raise ValueError(f"steps {span[0] + 1} to {span[1]} cannot be trained again with one "
+                             f"config: {str(e).partition('; ')[0]}") from None
+    cfg = dataclasses.replace(config.without_launch_fields(cfg), out_dir=str(out_dir))
     # Another number of devices makes the same batches. Its numbers are rounded differently.
     try:
         setup = train.setup_run(cfg, task)
@@ -79,6 +90,11 @@ def open_run(out_dir, step, task, kind):
         cfg = dataclasses.replace(cfg, dp=-1, fsdp=1, ep=1, tp=1, sp=1, slices=1)
         setup = train.setup_run(cfg, task)
     source = train.open_data(setup["task"], setup["cfg"], {"train"})["train"]
+    _, meta = ckpt.newest_run_meta(setup["root"])
+    if meta and meta["data"]["fingerprint"] != source["fingerprint"]:
+        raise ValueError(f"data: is {source['fingerprint']}, and the checkpoint of step "
+                         f"{meta['step']} was made with {meta['data']['fingerprint']}: the files "
+                         "have changed since")
     return setup | {"cfg": train.set_steps(setup["cfg"], source)}, source, rows
 
 
@@ -156,14 +172,20 @@ def replay(out_dir, step, around=0, task=train.TEXT, kind=config.Config):
     """
     if step < 1:
         raise ValueError(f"--step {step}: must be 1 or more; step 0 is the initial state")
-    setup, source, rows = open_run(out_dir, step, task, kind)
+    if around < 0:
+        raise ValueError(f"--around {around}: must be 0 or more")
+    setup, _, _ = open_run(out_dir, task, kind)
+    n_steps = setup["cfg"].steps
+    if step > n_steps:
+        raise ValueError(f"--step {step}: the run has {n_steps} steps")
+    first = max([n for n in ckpt.steps(setup["root"]) if n < step - around], default=0)
+    last = min(step + around, n_steps)
+    setup, source, rows = open_run(out_dir, task, kind, (first, last))
     cfg = setup["cfg"]
-    if step > cfg.steps:
-        raise ValueError(f"--step {step}: the run has {cfg.steps} steps")
     if not train.steplib.takes(setup["task"]["loss"], "examples"):
         raise ValueError("this task has no loss per position; replay shows those of text")
 
-    params, losses, differences, n_compared = train_to(setup, rows, step, around, task)
+    params, losses, differences, n_compared = train_to(setup, rows, step, first, last, task)
     index = batch_index(cfg, step)
     batch = source["batch"](index, np.arange(cfg.batch_size))
     found = measure_rows(params, batch, setup)
@@ -185,6 +207,8 @@ def replay(out_dir, step, around=0, task=train.TEXT, kind=config.Config):
         if abs(near - step) <= around:
             mark = "  <- this step" if near == step else ""
             print(f"step {near:6}  loss {losses[near]:.4f}{mark}")
+    if cfg.dropout:
+        print("the rows below are measured without dropout")
     print(" share    loss  gradient  row  from")
     for each in found:
         print(f"{each['share']:6.1%}  {each['loss']:6.4f}  {each['grad_norm']:8.4f}  "
@@ -192,8 +216,8 @@ def replay(out_dir, step, around=0, task=train.TEXT, kind=config.Config):
     return found
 
 
-def train_to(setup, rows, step, around, task):
-    """Train again, to `around` steps beyond `step`.
+def train_to(setup, rows, step, first, last, task):
+    """Train again from the checkpoint of step `first` (0: from the start) to step `last`.
 
     Returns (parameters of step - 1, {step: loss}, differences from the log as texts, number of
     losses and digests that were compared).
@@ -222,13 +246,12 @@ def train_to(setup, rows, step, around, task):
                 name = "digest" if event == "save" else "loss"
                 differences.append(f"the {name} of step {value['step']} was {saved}, is {found}")
 
-    available = [n for n in ckpt.steps(setup["root"]) if n < step - around]
     with tempfile.TemporaryDirectory(prefix="replay") as scratch:
-        if available:
-            audit.copy_checkpoint(setup["root"], max(available), scratch)
+        if first:
+            audit.copy_checkpoint(setup["root"], first, scratch)
         again = dataclasses.replace(
             config.without_launch_fields(cfg), out_dir=scratch, ckpt_dir="",
-            resume="must" if available else "auto", stop=(str(step + around),), eval_every=0,
+            resume="must" if first else "auto", stop=(str(last),), eval_every=0,
             eval_batches=1, sample_every=0, sample_tokens=0, weights_every=0, export="",
             export_every=0, track=(), profile="")
         # Print nothing: the messages would name a folder that is deleted afterwards.
@@ -274,14 +297,18 @@ def measure_rows(params, batch, setup):
 
 def find(out_dir, text, steps=""):
     """Print and return the steps whose batches have a row with a text: [(step, row, origin)]."""
-    setup, source, _ = open_run(out_dir, 1, train.TEXT, config.Config)
+    if not text:
+        raise ValueError("--find '': must have a character")
+    setup, source, _ = open_run(out_dir, train.TEXT, config.Config)
     cfg = setup["cfg"]
     tokenizer = data.make_cfg_tokenizer(cfg)
     first, _, last = steps.partition(":")
     with data.as_value_error(f"--steps {steps!r}: must be as 100:200", ValueError):
-        first, last = int(first or 1), int(last or cfg.steps)
+        first, last = max(int(first or 1), 1), min(int(last or cfg.steps), cfg.steps)
+    if first > last:
+        raise ValueError(f"--steps {steps}: has no step of the run, which has {cfg.steps}")
     found = []
-    for step in range(max(first, 1), min(last, cfg.steps) + 1):
+    for step in range(first, last + 1):
         index = batch_index(cfg, step)
         batch = source["batch"](index, np.arange(cfg.batch_size))
         ids = np.concatenate([batch["tokens"], batch["labels"][:, -1:]], axis=1)
@@ -291,7 +318,7 @@ def find(out_dir, text, steps=""):
                 where = "; ".join(dict.fromkeys(origin(*span) for span in spans))
                 print(f"step {step:6}  row {row:3}  {where}")
                 found.append((step, row, where))
-    print(f"{len(found)} rows of steps {max(first, 1)} to {min(last, cfg.steps)} have {text!r}")
+    print(f"{len(found)} rows of steps {first} to {last} have {text!r}")
     return found
 
 

@@ -384,7 +384,8 @@ def test_runs_of_several_seeds_are_one_row(tmp_path, capsys):
 
     # A copy.
     shutil.copytree(paths[4], tmp_path / "copy")
-    assert len(compare.compare([*paths[4:], str(tmp_path / "copy")], png_path="")) == 5
+    rows = compare.compare([*paths[4:], str(tmp_path / "copy")], png_path="")
+    assert sorted(row["name"] for row in rows) == ["copy", "lr=0.02 x4"]
 
 
 @pytest.mark.parametrize("pairs, text", [

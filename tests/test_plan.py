@@ -379,7 +379,7 @@ def test_hours_and_money_of_a_run(tiny, capsys, monkeypatch):
     cfg = tiny(mode="plan", price=2.5, steps=10**9, dp=8)
     setup = train.setup_run(cfg)
     assert train.time_of_run(setup, 3.6e-3) == (
-        "1,000,000,000 steps of about 0.0036 s: 1,000 hours, 8,000 device hours, 20,000.00 at "
+        "1,000,000,000 steps of about 0.0036 s: 1,000 hours, 8,000 device hours, 20,000 at "
         "--price 2.5; such plans were up to 31% off")
 
     def compiled(setup):

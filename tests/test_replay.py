@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """replay.py: which rows a step learned from, where they come from, and what they cost."""
+import dataclasses
 import json
 from pathlib import Path
 
@@ -54,8 +55,8 @@ def test_an_odd_document_comes_first(tiny, tmp_path, capsys):
     assert f"step {step - 1:6}  loss {logged[step - 1]:.4f}\n" in printed
 
     # Against optax.
-    setup, source, _ = replay.open_run(cfg.out_dir, step, train.TEXT, type(cfg))
-    params, *_ = replay.train_to(setup, rows, step, 0, train.TEXT)
+    setup, source, _ = replay.open_run(cfg.out_dir, train.TEXT, type(cfg), (40, step))
+    params, *_ = replay.train_to(setup, rows, step, 40, step, train.TEXT)
     batch = source["batch"](step - 1, np.arange(cfg.batch_size))
 
     def loss_of(params, row):
@@ -69,10 +70,10 @@ def test_an_odd_document_comes_first(tiny, tmp_path, capsys):
         assert row["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
 
     # On the way from step 20 to 42 lie 22 losses and a save. One of them is changed in the log.
-    *_, differences, n_compared = replay.train_to(setup, rows, 41, 1, train.TEXT)
+    *_, differences, n_compared = replay.train_to(setup, rows, 41, 20, 42, train.TEXT)
     assert not differences and n_compared == 23
     rows = [row | {"digest": {}} if row["event"] == "save" else row for row in rows]
-    *_, differences, _ = replay.train_to(setup, rows, 41, 1, train.TEXT)
+    *_, differences, _ = replay.train_to(setup, rows, 41, 20, 42, train.TEXT)
     assert len(differences) == 1 and differences[0].startswith("the digest of step 40 was {}, is {")
 
 
@@ -122,7 +123,7 @@ def test_rows_come_from_the_named_documents(tiny, tmp_path, monkeypatch, fields)
 def test_a_text_is_found_where_a_search_finds_it(tiny, tmp_path, capsys):
     """--find prints exactly the steps and rows whose tokens have the text, within --steps.
 
-    Break: tests/replay.py: max(first, 1), min(last, cfg.steps) + 1): => first, cfg.steps):
+    Break: tests/replay.py: in range(first, last + 1): => in range(first, cfg.steps):
     """
     cfg = tiny(data=write_texts(tmp_path / "texts"), val_frac=0.0, steps=12)
     train.main(cfg)
@@ -152,6 +153,18 @@ def test_errors_of_replay(tiny, tmp_path, capsys):
             ([cfg.out_dir, "--step", "0"], "--step 0: must be 1 or more"),
             ([cfg.out_dir], "give either --step or --find"),
             ([cfg.out_dir, "--find", "x", "--steps", "a"], "--steps 'a': must be as 100:200"),
+            ([cfg.out_dir, "--step", "1", "--around", "-1"], "--around -1: must be 0 or more"),
+            ([cfg.out_dir, "--find", ""], "must have a character"),
+            ([cfg.out_dir, "--find", "x", "--steps", "3:2"], "--steps 3:2: has no step of the run"),
             ([str(tmp_path / "none"), "--step", "1"], "config.json")):
         assert replay.main(argv) == 2
         assert message in capsys.readouterr().err
+
+    # A run that trained on with another rate, and data that has changed since.
+    train.main(dataclasses.replace(cfg, steps=4, lr=1e-3, allow_change=("lr",), max_to_keep=1))
+    assert replay.main([cfg.out_dir, "--step", "3"]) == 2
+    assert ("steps 1 to 3 cannot be trained again with one config: --last 3: the run was resumed "
+            "at step 2 with another lr") in capsys.readouterr().err
+    Path(cfg.data[0]).write_text("another text " * 999)
+    assert replay.main([cfg.out_dir, "--step", "4"]) == 2
+    assert "the files have changed since" in capsys.readouterr().err

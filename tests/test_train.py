@@ -850,7 +850,7 @@ def test_the_plot_shows_the_log(tmp_path, monkeypatch):
     lines = {line.get_label(): line.get_xydata().tolist()
              for axes in figure.axes for line in axes.lines}
     assert lines == {"loss": [[1, 3], [2, 2]], "val_loss": [[2, 2.5]],
-                     "lr": [[1, 0.5], [2, 0.25]], "grad_norm": [],
+                     "lr": [[1, 0.5], [2, 0.25]],
                      "_$\\frac$s_per_s": [[1, 70], [2, 90]]}
     losses = figure.axes[0]
     assert [text.get_text() for text in losses.get_legend().texts] == ["loss", "val_loss"]
