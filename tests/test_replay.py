@@ -144,7 +144,7 @@ def test_a_text_is_found_where_a_search_finds_it(tiny, tmp_path, capsys):
 def test_errors_of_replay(tiny, tmp_path, capsys):
     """Steps that the run lacks, folders that are no run, and flags that do not fit have an error.
 
-    Break: tests/replay.py: if step > cfg.steps: => if step > 10**9:
+    Break: tests/replay.py: if step > n_steps: => if step > 10**9:
     """
     cfg = tiny(steps=2)
     train.main(cfg)
