@@ -71,8 +71,8 @@ def open_run(out_dir, task, kind, span=None):
     text = Path(out_dir, "config.json").read_text(encoding="utf-8")
     unknown = json.loads(text).keys() - {field.name for field in dataclasses.fields(kind)}
     if unknown:
-        raise ValueError(f"{out_dir}: its config has {', '.join(sorted(unknown))}, so a recipe made "
-                         "it; call replay.replay from Python, with the recipe's task and config")
+        raise ValueError(f"{out_dir}: its config has {', '.join(sorted(unknown))}, so a recipe "
+                         "made it; call replay.replay from Python, with its task and config")
     has_log = Path(out_dir, "metrics.jsonl").exists()
     rows = ckpt.read_log(out_dir) if has_log else []
     cfg = config.from_json(text, "config.json", kind)
