@@ -86,7 +86,7 @@ def main(cfg, hooks=(), task=train.TEXT):
         rate = tokens / cost["step_s"]
         train.print0(f"at full rates: {seconds}\na step: about {cost['step_s']:.4g} s, "
                      f"{rate:,.0f} tokens/s, MFU {cost['mfu']:.1%}")
-        train.print0(train.time_of_run(run, cost["step_s"]))
+        train.print0(train.time_of_run(run, cost["step_s"]) + "; such plans were up to 31% off")
     if "products_s" in cost:
         train.print0(f"products at the peak rate: {cost['products_s']:.4g} s of a step, so at most "
                      f"{tokens / cost['products_s']:,.0f} tokens/s")

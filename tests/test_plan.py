@@ -380,7 +380,7 @@ def test_hours_and_money_of_a_run(tiny, capsys, monkeypatch):
     setup = train.setup_run(cfg)
     assert train.time_of_run(setup, 3.6e-3) == (
         "1,000,000,000 steps of about 0.0036 s: 1,000 hours, 8,000 device hours, 20,000 at "
-        "--price 2.5; such plans were up to 31% off")
+        "--price 2.5")
 
     def compiled(setup):
         printed.append(capsys.readouterr().out)
@@ -396,8 +396,10 @@ def test_hours_and_money_of_a_run(tiny, capsys, monkeypatch):
     flop = sum(train.step_flop(setup).values())
     assert flop / step.step_seconds(flop, setup["mesh"], setup["cfg"]) > 1e6  # FLOP/s
     monkeypatch.setattr(step, "step_seconds", lambda *args: None)
-    with pytest.raises(ValueError, match="price 2.5: no time: the peak rate of this device is not"):
+    with pytest.raises(ValueError, match="price 2.5: no time: the FLOPs of this task, or this dev"):
         train.main(cfg)
+    epochs = train.setup_run(dataclasses.replace(cfg, price=0.0, steps=1000, epochs=2.0))
+    assert train.time_of_run(epochs, 1.0).startswith("no time: epochs are steps only when the data")
 
 
 @pytest.mark.slow
