@@ -669,7 +669,7 @@ def draw(path, runs, by, direction, train_name):
     add_colours(runs)
     units = sorted({f"{run['unit']}s" for run in runs if run["unit"]})
     panels = {"steps": "step", "units": " or ".join(units),
-              "seconds": "wall time, without work that a kill undid (s)"}
+              "seconds": "wall time of all launches, without redone work (s)"}
     sizes = {run["curves"][0]["units_per_step"] for run in runs}
     if len({size for size in sizes if math.isfinite(size)}) < 2:
         del panels["units"]
