@@ -2566,7 +2566,7 @@ def print_outlook(setup):
     step_s = steplib.step_seconds(flop, setup["mesh"], setup["cfg"])
     print0(time_of_run(setup, step_s))
     if step_s:
-        print0("by the matmuls alone: runs took 0.8 to 1.5 times as long (tests/RESULTS.md)")
+        print0("by the matmuls alone: runs took 0.4 to 1.6 times as long (tests/RESULTS.md)")
 
 
 def time_of_run(setup, step_s):

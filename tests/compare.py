@@ -482,8 +482,8 @@ def compare_with_bound(row, below, direction):
     if n > 1:
         own = "yes" if margin > 2 * row["error"] else "no"
     side = "below" if direction == 1 else "above"
-    return (f"{row['name']}: {format_metric(row['best'])} {side} {below:g}? {by_rule} by margin x "
-            f"sqrt({n}) = {margin * math.sqrt(n):.4f} >= 0.004; {own} by two standard errors")
+    return (f"{row['name']}: {format_metric(row['best'])} {side} {below:g}? by margin x sqrt({n}): "
+            f"{by_rule} ({margin * math.sqrt(n):.4f}, needs 0.004); by two standard errors: {own}")
 
 
 def runs_of_one_state(rows):
