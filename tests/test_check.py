@@ -243,29 +243,28 @@ def test_planted_errors_are_found(tmp_path):
     Break: tests/check.py: n_different += 1 => n_different += 0
     """
     folder = copy_project(
-        tmp_path / "gradient",
+        tmp_path / "copy",
         ("model.py", "dx = dot(dy, transposed(w))", "dx = 1.2 * dot(dy, transposed(w))"),
         ("train.py", "pinned=cfg.overfit_batch), first_step, cfg.steps,",
          "pinned=cfg.overfit_batch), 0, cfg.steps,"),
+        # The other items must not fail by the learning rate.
+        ("step.py", "    old_opt = state[\"opt\"]\n",
+         "    old_opt = state[\"opt\"]\n    import sys\n"
+         f"    lr *= {NOISE} if {{'determinism', 'repeat_step'}} & {{*sys.argv}} else 1\n"),
+        ("train.py", "console, plot)", "console)"),
         ("tests/check.py", "    for case in CASES:\n", '    for case in ["plain"]:\n'),
         ("tests/check.py", "[(case, {}) for case in CASES]", '[("plain", {})]'),
         ("tests/check.py", "n_layers=2, d_model=256,", "n_layers=1, d_model=64,"),
-        ("tests/check.py", "KILL_STEP = 160, 40, 100", "KILL_STEP = 20, 5, 12"))
-    code, output, records = run_check(folder, "--only", "numbers/mixed-xla", "resume")
+        ("tests/check.py", "--d_model 64 --n_layers 2 ", "--d_model 32 --n_layers 1 "),
+        ("tests/check.py", "N_CALLS, SECONDS = 5000, 25", "N_CALLS, SECONDS = 20, 25"),
+        ("tests/check.py", "KILL_STEP = 160, 40, 100", "KILL_STEP = 8, 2, 5"))
+    code, output, records = run_check(
+        folder, "--only", "numbers/mixed-xla", "determinism/threads-1", "resume")
     assert code == 1, output
-    found = {each["item"]: each for each in records}
-    assert found["numbers/mixed-xla"]["status"] == found["resume/killed"]["status"] == "FAIL"
-    assert "checkpoint that differ: " in found["resume/killed"]["text"]
-    assert "the first is opt/" in found["resume/killed"]["text"]
-
-    folder = copy_project(
-        tmp_path / "noise",
-        ("step.py", "    old_opt = state[\"opt\"]\n",
-         f"    old_opt = state[\"opt\"]\n    lr *= {NOISE}\n"),
-        ("tests/check.py", "n_layers=2, d_model=256,", "n_layers=1, d_model=64,"),
-        ("tests/check.py", "N_CALLS, SECONDS = 5000, 25", "N_CALLS, SECONDS = 20, 25"))
-    code, output, (calls, processes) = run_check(folder, "--only", "determinism/threads-1")
-    assert code == 1, output
-    assert calls["status"] == processes["status"] == "FAIL"
+    _, gradient, calls, processes, resumed = records
+    assert {each["status"] for each in records[1:]} == {"FAIL"}, output
+    assert "norm of all gradients by 0.7" in gradient["text"]
     words = "other digests: 19 (at most 0), the first is that of params embed in call 2"
     assert words in calls["text"] and "the first is that of params embed" in processes["text"]
+    assert "checkpoint that differ: " in resumed["text"]
+    assert "the first is opt/" in resumed["text"]
