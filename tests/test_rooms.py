@@ -15,9 +15,9 @@ from conftest import ROOT
 pytestmark = pytest.mark.house  # a fork may leave out all of these
 
 MOST_LINES = 10  # lines outside its rooms that a deletion may change
-# The default job, cut short: four steps of two layers.
-JOB = ("--steps 4 --n_layers 2 --eval_every 2 --eval_batches 1 --save_every 2 --log_every 1 "
-       "--sample_tokens 0")
+# The default job, cut short: four steps of a small model of two layers.
+JOB = ("--steps 4 --n_layers 2 --d_model 64 --n_heads 4 --seq_len 64 --batch_size 8 --eval_every 2 "
+       "--eval_batches 1 --save_every 2 --log_every 1 --sample_tokens 0")
 
 # Banners of the rooms of each feature, in any of the six files.
 FEATURES = [
