@@ -18,7 +18,7 @@ import model
 import train
 from conftest import ROOT
 from test_real_data import chat_tokenizer, form_template, write_rows
-from test_recipes import assert_same_arrays, kill_at, killed_and_resumed
+from test_recipes import assert_same_arrays, copy_at, copy_of
 
 sys.path.insert(0, str(ROOT / "tests/recipes"))
 import dpo
@@ -241,15 +241,8 @@ def test_a_preference_is_learnt(tiny, tmp_path):
     assert summary["val_n_labels"] == 200
 
 
-def train_dpo(cfg, kill_step=0):
-    if not kill_step:  # the base run is trained further
-        base = Path(cfg.init_from[0])
-        (base.parent / "newest").rename(base / "ckpt/000000003")
-    return train.main(cfg, [kill_at(kill_step)], dpo.TASK)
-
-
 @pytest.mark.slow
-def test_killed_and_resumed_equals_straight_and_another_mesh_agrees(tiny, tmp_path):
+def test_resumed_equals_straight_and_another_mesh_agrees(tiny, tmp_path):
     """Bit-exactly though its base run changed, and another mesh agrees to 1e-4.
 
     Break: tests/recipes/dpo.py: if is_known and saved.startswith( =>
@@ -259,9 +252,9 @@ def test_killed_and_resumed_equals_straight_and_another_mesh_agrees(tiny, tmp_pa
     newest = Path(base.out_dir, "ckpt/000000003")
     newest.rename(tmp_path / "newest")  # as if the base run were still at step 2
     pairs = write_pairs(tmp_path / "p.jsonl", letter_pairs(100))
-    cfg = make_dpo(base, pairs, tmp_path / "straight", grad_accum_steps=2, steps=6, save_every=2,
+    cfg = make_dpo(base, pairs, tmp_path / "straight", grad_accum_steps=2, steps=6, save_every=3,
                    log_every=2, lr=1e-2)
-    straight = train.main(cfg, task=dpo.TASK)
+    straight = train.main(cfg, [copy_at(4, cfg)], dpo.TASK)
     assert straight["state"]["params"]["layers.w_up"].addressable_shards[0].data.size * 4 == (
         straight["state"]["params"]["layers.w_up"].size)
     other = train.main(dataclasses.replace(
@@ -270,12 +263,12 @@ def test_killed_and_resumed_equals_straight_and_another_mesh_agrees(tiny, tmp_pa
     assert straight["val_loss"] < 0.65
     for name in ("val_loss", "val_margin", "val_chosen_reward", "loss", "grad_norm"):
         np.testing.assert_allclose(straight[name], other[name], rtol=1e-4, atol=1e-5)
-    killed = dataclasses.replace(cfg, out_dir=str(tmp_path / "killed"))
-    resumed = killed_and_resumed(killed, 5, train_dpo)
+    (tmp_path / "newest").rename(newest)  # the base run is trained further
+    resumed = train.main(copy_of(cfg), task=dpo.TASK)
     assert resumed["val_loss"] == straight["val_loss"] != 0
-    assert_same_arrays(cfg, killed)
-    again = dataclasses.replace(killed, mode="eval")
+    assert_same_arrays(cfg, copy_of(cfg))
+    again = dataclasses.replace(copy_of(cfg), mode="eval")
     assert train.main(again, task=dpo.TASK)["val_loss"] == straight["val_loss"]
-    shutil.rmtree(tmp_path / "killed/ckpt/reference")
+    shutil.rmtree(f"{again.out_dir}/ckpt/reference")
     with pytest.raises(ValueError, match="init_from was .* at step 2 .* at step 3 .*restore it"):
         train.main(again, task=dpo.TASK)

@@ -16,7 +16,7 @@ import model
 import step as steplib
 import train
 from conftest import ROOT
-from test_recipes import assert_same_arrays, kill_at, killed_and_resumed
+from test_recipes import assert_same_arrays, copy_at, copy_of
 from test_train import arrays as saved_arrays
 
 sys.path.insert(0, str(ROOT / "tests/recipes"))
@@ -76,21 +76,13 @@ def test_pruning_is_that_of_numpy(dtype):
     assert step._cache_size() <= 2  # the first state is sharded differently
 
 
-def train_pruned(cfg, kill_step=None):
-    hooks = [prune.prune_to(sparsity=0.75, first=2, last=9, every=2)]
-    if kill_step:
-        hooks.append(kill_at(kill_step, cfg))
-    return train.main(cfg, hooks)
-
-
 @pytest.mark.slow
 def test_a_pruned_run_resumes_bit_exactly(tiny):
-    """Killed between two prunings; zeros stay, and log rows have the sparsity.
+    """As it was between two prunings; zeros stay, and log rows have the sparsity.
 
     Break: tests/recipes/prune.py: (state["step"] > first) => (state["step"] % 4 != 0)
     """
     straight = tiny(steps=12, save_every=3, **SHARDED)
-    killed = dataclasses.replace(straight, out_dir=straight.out_dir + "_killed")
     states = []
 
     def keep(event, state):
@@ -98,17 +90,19 @@ def test_a_pruned_run_resumes_bit_exactly(tiny):
             states.append({name: np.array(x) == 0 for name, x in state["params"].items()
                            if name.startswith("layers.w")})
 
-    summary = train.main(straight, [prune.prune_to(0.75, first=2, last=9, every=2), keep])
-    resumed = killed_and_resumed(killed, 8, train_pruned)
+    hook = prune.prune_to(0.75, first=2, last=9, every=2)
+    summary = train.main(straight, [hook, keep, copy_at(7, straight)])
+    resumed = train.main(copy_of(straight), [hook])
     assert resumed["val_loss"] == summary["val_loss"] and len(jax.devices()) == 8
-    assert_same_arrays(straight, killed)
+    assert_same_arrays(straight, copy_of(straight))
     for old, new in itertools.pairwise(states):
         assert all(new[name][old[name]].all() for name in new)
     assert len(states) == 12 and len(states[0]) == 7
     assert not any(x.any() for x in states[1].values())
-    saved = saved_arrays(killed.out_dir)
+    out_dir = copy_of(straight).out_dir
+    saved = saved_arrays(out_dir)
     assert {(saved[f"params/{name}"] == 0).mean() for name in states[0]} == {0.75}
-    rows = [row["sparsity"] for row in ckpt.read_log(killed.out_dir) if row["event"] == "log"]
+    rows = [row["sparsity"] for row in ckpt.read_log(out_dir) if row["event"] == "log"]
     assert rows[:2] == [0, 0] and rows[-4:] == [0.75] * 4 and sorted(rows) == rows
 
 
@@ -164,11 +158,6 @@ def student(tiny_cfg, **changes):
         n_heads=2) | changes)
 
 
-def train_student(cfg, kill_step=None):
-    hooks = [kill_at(kill_step, cfg)] if kill_step else []
-    return train.main(cfg, hooks, distill.TASK)
-
-
 @pytest.mark.slow
 def test_a_student_resumes_bit_exactly_and_its_teacher_does_not_change(tiny):
     """The teacher is sharded, untrained and not saved, and the KL is NumPy's.
@@ -185,7 +174,7 @@ def test_a_student_resumes_bit_exactly_and_its_teacher_does_not_change(tiny):
         if event in ("load", "data") and event not in first:
             first[event] = jax.tree.map(np.array, value["params"] if event == "load" else value)
 
-    summary = train.main(cfg, [keep], distill.TASK)
+    summary = train.main(cfg, [keep, copy_at(4, cfg)], distill.TASK)
     params, moments = summary["state"]["params"], ckpt.flatten(summary["state"]["opt"])[0]
     theirs = {name.removeprefix("teacher."): x for name, x in params.items() if "teacher." in name}
     assert {f"params/{name}" for name in theirs} == {n for n in saved if n.startswith("params/")}
@@ -194,9 +183,8 @@ def test_a_student_resumes_bit_exactly_and_its_teacher_does_not_change(tiny):
     arrays = ckpt.read_meta(f"{cfg.out_dir}/ckpt", 8)["arrays"]
     assert not [name for name in (*moments, *arrays) if "teacher" in name] and moments
 
-    killed = dataclasses.replace(cfg, out_dir=cfg.out_dir + "_killed")
-    assert killed_and_resumed(killed, 6, train_student)["val_kl"] == summary["val_kl"] > 0
-    assert_same_arrays(cfg, killed)
+    assert train.main(copy_of(cfg), (), distill.TASK)["val_kl"] == summary["val_kl"] > 0
+    assert_same_arrays(cfg, copy_of(cfg))
 
     forward = jax.jit(model.forward, static_argnums=2)
     logits = [np.float64(forward(params, first["data"], config.derive_text(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import queue
+import shutil
 import signal
 import sys
 import time
@@ -33,12 +34,10 @@ RESUMED = "from its own checkpoint, at step 4\n"
 NO_DATA = "data 'missing.txt': no such file"
 
 
-def kill_at(step, cfg=None):
-    """A hook that kills the process at the metrics of `step`, with cfg once it is saved."""
+def kill_at(step):
+    """A hook that kills the process at the metrics of `step`."""
     def hook(event, value):
         if event == "step" and value["step"] == step:
-            while cfg and not ckpt.steps(f"{cfg.out_dir}/ckpt"):
-                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
     return hook
 
@@ -51,6 +50,30 @@ def killed_and_resumed(cfg, kill_step, run):
     assert first.exitcode == -signal.SIGKILL
     assert ckpt.latest(f"{cfg.out_dir}/ckpt") < kill_step
     return run(cfg)
+
+
+def copy_at(step, cfg):
+    """A hook that copies the folder of a run to that of copy_of(cfg) at the metrics of `step`, as a
+    SIGKILL would leave it. No save may begin at this step or the next.
+    """
+    root, copy = f"{cfg.out_dir}/ckpt", copy_of(cfg).out_dir
+    saved = (step - 1) // cfg.save_every * cfg.save_every
+
+    def hook(event, value):
+        while event == "step" and value["step"] == step and not Path(copy).exists():
+            if ckpt.latest(root) != saved:
+                time.sleep(0.01)
+                continue
+            try:
+                shutil.copytree(cfg.out_dir, f"{copy}_part")
+                os.rename(f"{copy}_part", copy)
+            except shutil.Error:  # the save still deletes files
+                shutil.rmtree(f"{copy}_part")
+    return hook
+
+
+def copy_of(cfg):
+    return dataclasses.replace(cfg, out_dir=cfg.out_dir + "_copy")
 
 
 def assert_same_arrays(cfg, other):
