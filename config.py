@@ -288,7 +288,7 @@ class Config:
     eval_batch_size: NonNegInt = 0
     # file to write the values per example of mode eval to, as .jsonl; empty: none
     examples_file: str = ""
-    price: NonNegFloat = 0.0  # of a device for an hour, for the cost that mode plan prints
+    price: NonNegFloat = 0.0  # price of one device for an hour; mode plan prints the cost of a run
     # interval between checkpoints, as 250, 1epoch or 250,10m; 0: only at the end. A checkpoint that
     # a time like 10m made is deleted when the next one exists, unless keep_period keeps it
     save_every: Interval = 250

@@ -74,11 +74,16 @@ def batch_at(dataset, step, batch_size, seed=0, rows=None):
     and "positions" (in the document).
     Raises ValueError for an id that is not below vocab_size, and for a changed file.
     """
+    return read_sequences(dataset, sequences_at(dataset, step, batch_size, seed, rows))
+
+
+def sequences_at(dataset, step, batch_size, seed=0, rows=None):
+    """The numbers (int64) of the sequences in `rows` (default: all) of training batch `step`."""
     # Optional: the dataset is several, mixed by weight.
     if "mixture" in dataset:
         draws = draws_at(step, batch_size, rows)
-        return read_sequences(dataset, _mixture_examples(dataset["mixture"], draws, seed))
-    return read_sequences(dataset, examples_at(step, batch_size, dataset["n"], seed, rows))
+        return _mixture_examples(dataset["mixture"], draws, seed)
+    return examples_at(step, batch_size, dataset["n"], seed, rows)
 
 
 def make_dataset(shards, seq_format=SEQ_FORMAT):
@@ -108,12 +113,7 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
 
 def read_sequences(dataset, examples):
     """Build the batch of the sequences numbered `examples` (int64)."""
-    # The shard of each sequence, and its index among the shard's sequences.
-    cum_counts = dataset["cum_counts"]
-    shard_of = np.searchsorted(cum_counts, examples, side="right")
-    n_before = np.append(0, cum_counts)[shard_of]
-    offsets = examples - n_before
-
+    shard_of, offsets = locate(dataset, examples)
     shards = [dataset["shards"][i] for i in shard_of.tolist()]
     # Check the length of the file for two shards only, since a check costs as much as copying a
     # row. Other batches check the other shards.
@@ -125,6 +125,14 @@ def read_sequences(dataset, examples):
         starts = np.minimum(offsets * T, dataset["lengths"][shard_of] - 1 - T)
         return _stream_batch(shards, starts, offsets * T - starts, dataset["seq_format"])
     return _packed_batch(shards, offsets, dataset["seq_format"])  # optional: packing
+
+
+def locate(dataset, examples):
+    """(index of the shard of each sequence, its index among the shard's sequences)."""
+    cum_counts = dataset["cum_counts"]
+    shard_of = np.searchsorted(cum_counts, examples, side="right")
+    n_before = np.append(0, cum_counts)[shard_of]
+    return shard_of, examples - n_before
 
 
 def _stream_batch(shards, starts, n_repeated, seq_format):

@@ -2557,11 +2557,11 @@ def plan(cfg, task=TEXT, hooks=()):
 
 
 def print_outlook(setup):
-    """Print what can be said without a compilation: memory and time, from shapes."""
+    """Print estimates that need no compilation: memory, time and cost, from shapes."""
     print0(run_summary(setup))
     memory = memory_from_shapes(setup)
     if memory:
-        print0(f"about {amount(memory['total'] / 2**30)} GiB for each device, from shapes")
+        print0(f"about {format_amount(memory['total'] / 2**30)} GiB for each device, from shapes")
     flop = sum(step_flop(setup).values())
     step_s = steplib.step_seconds(flop, setup["mesh"], setup["cfg"])
     print0(time_of_run(setup, step_s))
@@ -2570,7 +2570,7 @@ def print_outlook(setup):
 
 
 def time_of_run(setup, step_s):
-    """The time of all steps, device hours and their price, as a text. step_s: seconds of a step, or
+    """The time of all steps, the device hours and their cost, as a text. step_s: seconds of a step;
     None when unknown.
     """
     cfg, n_devices = setup["cfg"], setup["mesh"].size
@@ -2583,16 +2583,18 @@ def time_of_run(setup, step_s):
         return error
     seconds = cfg.steps * step_s
     device_hours = seconds / 3600 * n_devices
-    run_time = f"{amount(seconds / 3600)} hours" if seconds > 3600 else f"{amount(seconds)} s"
-    text = (f"{cfg.steps:,} steps of about {amount(step_s)} s: {run_time}, "
-            f"{amount(device_hours)} device hours")
+    run_time = f"{format_amount(seconds)} s"
+    if seconds > 3600:
+        run_time = f"{format_amount(seconds / 3600)} hours"
+    text = (f"{cfg.steps:,} steps of about {format_amount(step_s)} s: {run_time}, "
+            f"{format_amount(device_hours)} device hours")
     if cfg.price:
-        text += f", {amount(device_hours * cfg.price)} at --price {cfg.price:g}"
+        text += f", {format_amount(device_hours * cfg.price)} at --price {cfg.price:g}"
     return text
 
 
-def amount(x):
-    """A number with three digits, or with all before the point."""
+def format_amount(x):
+    """A number with three digits, or all digits of a large one."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 

@@ -96,7 +96,7 @@ def compare(folders, by="val_loss", png_path=None, against="", below=None):
         run |= summarize(run, by, sign, train_name)
     direction = -1 if sign == ">" else 1
     runs = join_seeds(runs, direction)
-    same_states = runs_of_one_state(runs)
+    equal_states = note_equal_states(runs)
     runs.sort(key=lambda run: math.inf if run["best"] is None else direction * run["best"])
     fields = differing_fields(runs)
     if against or any(len(run["members"]) > 1 for run in runs):
@@ -111,7 +111,7 @@ def compare(folders, by="val_loss", png_path=None, against="", below=None):
     width = shutil.get_terminal_size((10_000, 24)).columns  # without a terminal nothing is cut
     order = "highest" if sign == ">" else "lowest"
     notes = [f"{run['name']}: {printable(run['reason'])}" for run in runs if run["reason"]]
-    notes += same_states
+    notes += equal_states
     if below is not None:
         notes += [compare_with_bound(run, below, direction) for run in runs]
     print(f"by {by}, the {order} first; training {train_name}: mean over the last {MEAN_ROWS} log "
@@ -379,7 +379,6 @@ def group_of(members, direction):
         "last": means[-1],
         "last_step": steps[-1],
         "points": dict(zip(steps, means, strict=True)),
-        "errors": errors,
         "seconds": {step: statistics.fmean(run["seconds"][step] for run in members)
                     for step in set.intersection(*(set(run["seconds"]) for run in members))},
         "named": {},
@@ -486,9 +485,9 @@ def compare_with_bound(row, below, direction):
             f"{by_rule} ({margin * math.sqrt(n):.4f}, needs 0.004); by two standard errors: {own}")
 
 
-def runs_of_one_state(rows):
-    """Lines about runs whose last saves of one step have the same digests: bit-identical states.
-    All but one of those that are rows of their own get "is_copy".
+def note_equal_states(rows):
+    """Lines that name runs whose last saves have one step and equal digests: bit-identical states.
+    Of those that are rows of the table, all but the first get "is_copy".
     """
     found = {}
     for run in (run for row in rows for run in row["members"]):
@@ -774,8 +773,8 @@ def add_colours(runs):
         parent = run["parent"]
         if parent and i < N_COLOURED:
             n_branches[parent["name"]] += 1
-            share = 0.75 ** n_branches[parent["name"]]
-            run["colour"] = tuple(1 - share * (1 - part) for part in to_rgb(parent["colour"]))
+            strength = 0.75 ** n_branches[parent["name"]]
+            run["colour"] = tuple(1 - strength * (1 - part) for part in to_rgb(parent["colour"]))
 
 
 def mean_curve(row, event, name):

@@ -28,6 +28,7 @@ import train  # isort: skip  before JAX, whose memory it sets up
 import audit
 import jax
 import numpy as np
+import optax
 
 from train import ckpt, config, data
 
@@ -80,8 +81,10 @@ def open_run(out_dir, task, kind, span=None):
         try:
             cfg = audit.config_of(rows, *span, kind)
         except ValueError as e:
+            reason = str(e).partition(": ")[2].partition("; ")[0]  # without the flags of audit.py
             raise ValueError(f"steps {span[0] + 1} to {span[1]} cannot be trained again with one "
-                             f"config: {str(e).partition('; ')[0]}") from None
+                             f"config: {reason}; choose a step of one launch, or keep more "
+                             "checkpoints by --max_to_keep") from None
     cfg = dataclasses.replace(config.without_launch_fields(cfg), out_dir=str(out_dir))
     # Another number of devices makes the same batches. Its numbers are rounded differently.
     try:
@@ -92,9 +95,9 @@ def open_run(out_dir, task, kind, span=None):
     source = train.open_data(setup["task"], setup["cfg"], {"train"})["train"]
     _, meta = ckpt.newest_run_meta(setup["root"])
     if meta and meta["data"]["fingerprint"] != source["fingerprint"]:
-        raise ValueError(f"data: is {source['fingerprint']}, and the checkpoint of step "
-                         f"{meta['step']} was made with {meta['data']['fingerprint']}: the files "
-                         "have changed since")
+        raise ValueError(f"data: the files have changed since step {meta['step']}: they are "
+                         f"{source['fingerprint']}, and were {meta['data']['fingerprint']}; "
+                         "restore them")
     return setup | {"cfg": train.set_steps(setup["cfg"], source)}, source, rows
 
 
@@ -107,13 +110,8 @@ def sequences_of(dataset, index, cfg):
     """[(shard, first token, token after the last)] of each document or stretch in each row of batch
     `index`: a list for each row. Tokens count from the start of the shard's file.
     """
-    if "mixture" in dataset:
-        draws = data.draws_at(index, cfg.batch_size, None)
-        examples = data._mixture_examples(dataset["mixture"], draws, cfg.seed)
-    else:
-        examples = data.examples_at(index, cfg.batch_size, dataset["n"], cfg.seed)
-    shard_of = np.searchsorted(dataset["cum_counts"], examples, side="right")
-    offsets = examples - np.append(0, dataset["cum_counts"])[shard_of]
+    examples = data.sequences_at(dataset, index, cfg.batch_size, cfg.seed)
+    shard_of, offsets = data.locate(dataset, examples)
     T = cfg.seq_len
     rows = []
     for i, offset in zip(shard_of.tolist(), offsets.tolist()):
@@ -165,10 +163,10 @@ def show_row(batch, row, tokenizer):
 # ---- one step
 
 def replay(out_dir, step, around=0, task=train.TEXT, kind=config.Config):
-    """Print the rows of the batch that made a step, those with the largest share of the loss first.
+    """Print the rows of the batch that made a step, the largest fraction of the loss first.
 
-    Returns [{"row", "share" of the summed loss, "loss" (mean in nats), "grad_norm" (of the row's
-    part of the gradient), "origin", "text"}].
+    Returns [{"row", "loss_frac" (of the summed loss), "loss" (mean in nats), "grad_norm" (of the
+    row's part of the gradient), "n_labels", "origin", "text"}].
     """
     if step < 1:
         raise ValueError(f"--step {step}: must be 1 or more; step 0 is the initial state")
@@ -201,17 +199,19 @@ def replay(out_dir, step, around=0, task=train.TEXT, kind=config.Config):
     if differences:
         print(f"NOT exact: {differences[0]}. Another machine, mesh or version trained the run, or "
               "its files have changed since")
-    else:
+    elif n_compared:
         print(f"trained again exactly: {n_compared} losses and digests of the log agree")
+    else:
+        print("trained again; the log has no loss and no digest to compare with")
     for near in sorted(losses):
         if abs(near - step) <= around:
             mark = "  <- this step" if near == step else ""
             print(f"step {near:6}  loss {losses[near]:.4f}{mark}")
     if cfg.dropout:
         print("the rows below are measured without dropout")
-    print(" share    loss  gradient  row  from")
+    print("fraction    loss  gradient  row  from")
     for each in found:
-        print(f"{each['share']:6.1%}  {each['loss']:6.4f}  {each['grad_norm']:8.4f}  "
+        print(f"{each['loss_frac']:8.1%}  {each['loss']:6.4f}  {each['grad_norm']:8.4f}  "
               f"{each['row']:3}  {'; '.join(each['origin'])}\n    {each['text']}")
     return found
 
@@ -262,35 +262,38 @@ def train_to(setup, rows, step, first, last, task):
 
 
 def measure_rows(params, batch, setup):
-    """Shares of the loss and norms of the gradient of each row of a batch, largest share first."""
+    """The fraction of the loss and the norm of the gradient of each row of a batch, the largest
+    fraction first.
+    """
     cfg = setup["cfg"]
     hooks = train.load_functions("hooks", cfg.hooks)
     loss = train.run_hooks(hooks, "loss_fn", setup["task"]["loss"])
 
-    def sums_of(params, row):
+    def divisor_and_nats(params, row):
         _, counts, values = loss(params, row, cfg, examples=True)
         return counts["objective"], values["nats"]
 
     def gradient_norm(params, row):
         grads = jax.grad(lambda params: loss(params, row, cfg)[0]["objective"])(params)
-        return train.steplib.optax.tree.norm(grads)
+        return optax.tree.norm(grads)
 
-    sums_of, gradient_norm = jax.jit(sums_of), jax.jit(gradient_norm)
+    divisor_and_nats = jax.jit(divisor_and_nats)
+    gradient_norm = jax.jit(gradient_norm)
     found = []
     for i in range(len(batch["labels"])):
         row = {name: x[i : i + 1] for name, x in batch.items()}
-        count, nats = sums_of(params, row)
-        n_labels = int((row["labels"] != data.IGNORE).sum())
-        found.append({"row": i, "sum": float(np.sum(nats, where=row["labels"] != data.IGNORE)),
-                      "n_labels": n_labels, "divisor": float(count),
+        divisor, nats = divisor_and_nats(params, row)
+        is_label = row["labels"] != data.IGNORE
+        found.append({"row": i, "sum": float(np.sum(nats, where=is_label)),
+                      "n_labels": int(is_label.sum()), "divisor": float(divisor),
                       "grad_norm": float(gradient_norm(params, row))})
     total = math.fsum(each["sum"] for each in found)
     divisor = math.fsum(each.pop("divisor") for each in found)
     for each in found:
-        each["share"] = each["sum"] / total
+        each["loss_frac"] = each["sum"] / total
         each["loss"] = each.pop("sum") / max(each["n_labels"], 1)
         each["grad_norm"] /= divisor
-    return sorted(found, key=lambda each: -each["share"])
+    return sorted(found, key=lambda each: -each["loss_frac"])
 
 
 # ---- a text
