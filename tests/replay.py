@@ -133,13 +133,20 @@ def origin(shard, start, stop):
     first = max(np.searchsorted(firsts, start, side="right") - 1, 0)
     last = max(np.searchsorted(firsts, stop - 1, side="left"), first + 1)
     if "sources" not in shard:
-        return (f"document {first} of all ({shard['path'].parent} is of an older version: delete "
-                "it, to see the file)")
+        return f"document {first} of all"
     texts = []
     for file, number in shard["sources"][first:last].tolist():
         texts.append(f"{shard['paths'][file]}, document {number}")
     more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
     return "; ".join(texts[:3]) + more
+
+
+def print_old_caches(source):
+    """Name the folders of the token cache that do not know the files of their documents."""
+    shards = source["dataset"]["shards"] if "dataset" in source else []
+    for folder in {shard["path"].parent for shard in shards
+                   if "documents" in shard and "sources" not in shard}:
+        print(f"files are not named: {folder} is of an older version; delete it and run this again")
 
 
 def show_row(batch, row, tokenizer):
@@ -207,6 +214,7 @@ def replay(out_dir, step, around=0, task=train.TEXT, kind=config.Config):
         if abs(near - step) <= around:
             mark = "  <- this step" if near == step else ""
             print(f"step {near:6}  loss {losses[near]:.4f}{mark}")
+    print_old_caches(source)
     if cfg.dropout:
         print("the rows below are measured without dropout")
     print("fraction    loss  gradient  row  from")
@@ -310,6 +318,7 @@ def find(out_dir, text, steps=""):
         first, last = max(int(first or 1), 1), min(int(last or cfg.steps), cfg.steps)
     if first > last:
         raise ValueError(f"--steps {steps}: has no step of the run, which has {cfg.steps}")
+    print_old_caches(source)
     found = []
     for step in range(first, last + 1):
         index = batch_index(cfg, step)

@@ -136,7 +136,17 @@ def test_a_text_is_found_where_a_search_finds_it(tiny, tmp_path, capsys):
                 expected.append((index + 1, row))
     assert replay.main([cfg.out_dir, "--find", "FOX", "--steps", "3:9"]) == 0
     printed = capsys.readouterr().out
-    assert "rows of steps 3 to 9 have 'FOX'" in printed
+    assert "rows of steps 3 to 9 have 'FOX'" in printed and "older version" not in printed
+
+    # As a version wrote the token cache that did not know the files.
+    for shard in source["dataset"]["shards"]:
+        index = shard["path"].with_name("index.json")
+        fields = json.loads(index.read_text())
+        del fields["sizes"]["sources"]
+        index.write_text(json.dumps(fields))
+    assert replay.main([cfg.out_dir, "--find", "FOX", "--steps", "3:3"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("is of an older version; delete it") == 1 and " of all" in printed
     found = [(step, row) for step, row, _ in replay.find(cfg.out_dir, "FOX", "3:9")]
     assert found == expected != []
 
