@@ -124,7 +124,8 @@ def test_a_text_is_found_where_a_search_finds_it(tiny, tmp_path, capsys):
 
     Break: tests/replay.py: in range(first, last + 1): => in range(first, cfg.steps):
     """
-    cfg = tiny(data=write_texts(tmp_path / "texts"), val_frac=0.0, steps=12)
+    cfg = tiny(data=write_texts(tmp_path / "texts"), val_frac=0.0, steps=12,
+               token_cache=str(tmp_path / "tokens"))  # its own, since it is edited below
     train.main(cfg)
     setup = train.setup_run(cfg)
     source = train.open_data(setup["task"], setup["cfg"], {"train"})["train"]
