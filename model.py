@@ -21,28 +21,19 @@ from jax.experimental import multihost_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-# cfg: a Config, or any hashable object with the fields that are read here. Sizes that are 0 in a
-# Config are resolved by now, and so is the dtype "auto". Only logit_tiles may be 0: count_tiles
-# resolves it.
+# cfg: a Config whose sizes and dtype are resolved; only logit_tiles may be 0 still.
 #
 # A name ends with the dims of its array: B sequences, T query positions, S key positions, D model
-# width, F MLP width, N query heads, K kv heads, G query heads of a kv head, H head width,
-# V vocabulary, L layers, E experts, C expert capacity, P parts of a sequence, 1 a dim of size 1; a
-# lower-case letter is a tile of that dim.
+# width, F MLP width, N query heads, K kv heads (in attention with their copies, see
+# _to_head_sharding), G query heads of a kv head, H head width, V vocabulary, L layers, E experts,
+# C expert capacity, P parts of a sequence, 1 a dim of size 1; a lower-case letter is a tile of that
+# dim.
 
 BATCH_AXES = ("dp", "fsdp", "ep")  # mesh axes that split the sequences of a batch
 # Mesh axes that split a dense weight, which is gathered where it is used. ep and sp would otherwise
-# hold identical copies: splitting over them too saves memory.
+# hold identical copies.
 WEIGHT_AXES = ("fsdp", "ep", "sp")
 IGNORE = -100  # label ignored by the loss
-
-# Parameters in float32 whatever the dtype: the router, and biases, whose gradient sums over all
-# positions.
-F32_PARAMS = ("layers.w_router", "layers.bq", "layers.bk", "layers.bv")
-
-# Longest sequence with dense attention. Beyond it attention by blocks is faster, and its memory is
-# linear in T.
-DENSE_LEN = 1024
 
 
 # ---- parameters
@@ -52,7 +43,7 @@ def param_table(cfg):
 
     Arrays under "layers." are stacked over layers: weights are [layers, in, out], weights of
     experts [layers, experts, in, out]. spec has the mesh axes that split each dim. init is
-    ("normal", std) for matrices or ("constant", value) for scales and biases; optimizers
+    ("normal", std) for matrices or ("constant", value) for gains and biases; optimizers
     distinguish the two by it.
 
     Raises ValueError for a pattern in lora_targets without a match.
@@ -99,123 +90,86 @@ def _row(shape, spec, init):
 def init(key, cfg, table=None):
     """Draw the parameters of a table (default: param_table(cfg)) in cfg.param_dtype.
 
-    A parameter's values depend on key, its name and its shape alone. With a table, init reads only
-    cfg.param_dtype.
+    A parameter's values depend on key, its name and its shape alone.
     """
     if table is None:
         table = param_table(cfg)
     params = {}
     for name, row in table.items():
-        kind, value = row["init"]
-        if kind == "constant":
+        form, value = row["init"]
+        if form == "constant":
             array = jnp.full(row["shape"], value, jnp.float32)
-        elif kind == "normal":
+        elif form == "normal":
             # Not Python's hash, which differs between processes.
             name_hash = sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31
             name_key = jax.random.fold_in(key, name_hash)
             array = value * jax.random.normal(name_key, row["shape"], jnp.float32)
         else:
-            raise ValueError(f"{name}: init {kind!r}: must be 'normal' or 'constant'")
+            raise ValueError(f"{name}: init {form!r}: must be 'normal' or 'constant'")
         params[name] = array.astype(cfg.param_dtype)
     return params
 
 
 # ---- layers
 
-# Sharding: step.py lowers all of this under jax.set_mesh. Parameters come in with the specs of
-# param_table. Only activations are constrained, by _shard(x, *mesh axes of each dim; a missing
-# one is unsplit). XLA inserts the collectives, since axes are Auto: it gathers weights over
-# WEIGHT_AXES and sums over tp. `wq`, for example, is stored with D split over WEIGHT_AXES and its
-# heads over tp; before its product, D is gathered. Written by hand are only the collectives in the
-# gradient of _look_up and in sections for tiles and kernels.
+# Sharding: parameters come in with the specs of param_table. Only activations are constrained, by
+# _shard(x, *mesh axes of each dim; a missing one is unsplit). XLA inserts the collectives: it
+# gathers each weight over WEIGHT_AXES before its product, and sums over tp after it.
 
-def hidden_states(params, batch, cfg, train_keys=None):
-    """Everything before the logits: (x_BTD, unembed_DV, router statistics [B, T], averaged over
-    layers).
+def hidden_states(params, batch, cfg, train_keys=None, cache=None):
+    """Everything before the logits: (x_BTD, unembed_DV, what each layer adds to that).
 
     batch: "tokens" [B, T], and optionally "positions" [B, T] (default: from 0) and "segments"
-    [B, T]: a token sees its own segment only. train_keys: as in loss_fn. Parameters are cast to
-    cfg.dtype once. Float32 throughout: norms, rotary positions, softmax, router, loss, logits
-    (see NARROW_LOGITS), and on each device the sums over positions that are the gradients of the
-    embedding and of biases.
+    [B, T]: a token sees its own segment only. train_keys: as in loss_fn. cache: keys and values of
+    generation. Layers add {"router": statistics [L, B, T]} and {"cache": the new one}.
+
+    Float32 whatever cfg.dtype: norms, rotary positions, softmax, router, logits, loss.
     """
-    params = _cast_params(params, cfg)
-
-    def layer(x_BTD, w, attn_inputs):
-        # An argument of _block, since generation attends to a cache instead.
-        attend = partial(_attend, attn_inputs=attn_inputs, cfg=cfg)
-        return _block(x_BTD, w, attend, attn_inputs, cfg)
-
-    # A function for each kind of layer; by default all are alike.
-    layers = {}
-    for kind, attn_inputs in _attention_inputs(batch, cfg).items():
-        layers[kind] = partial(layer, attn_inputs=attn_inputs)
-        # Optional: rematerialization, where backward computes again what the policy does not save.
-        if cfg.remat != "none":
-            layers[kind] = jax.checkpoint(layers[kind], policy=REMAT[cfg.remat])
-    x_BTD = _embed(params["embed"], batch["tokens"], cfg)
-    weights = _layer_weights(params)
-    # Optional: dropout, in training, after the embedding and in each layer.
-    if train_keys is not None and cfg.dropout:
-        embedding_keys, weights["dropout_keys"] = _dropout_keys(train_keys, cfg)
-        x_BTD = _dropout(x_BTD, embedding_keys, cfg)
-    # A scan over the arrays stacked by layer; unrolled for up to UNROLLED_LAYERS layers.
-    x_BTD, router_stats = _scan_layers(layers, x_BTD, weights, cfg)
-    router_stats = {name: x.mean(axis=0) for name, x in router_stats.items()}
-    x_BTD, unembed_DV = _head_inputs(x_BTD, params, cfg)
-    return x_BTD, unembed_DV, router_stats
-
-
-def _embed(embed_VD, tokens_BT, cfg):
-    """Look up the embedding of each token: x_BTD."""
+    params, weights = _cast_params(params, cfg)  # weights: of the layers, {name: stacked array}
     with jax.named_scope("embedding"):
-        # The table was cast in _cast_params. The first constraint keeps the result split as it is
-        # stored, so that the second gathers the cast width and not float32. The width is complete
-        # before the look-up, so that only the sum over tp moves activations.
-        embed_VD = _shard(embed_VD, "tp", WEIGHT_AXES)
-        embed_VD = _shard(embed_VD, "tp", None)
-        x_BTD = _look_up(embed_VD, tokens_BT)  # embed_VD[tokens_BT], with a gradient in float32
+        # Gathered in cfg.dtype: split as it is stored, then by vocabulary alone.
+        embed_VD = _shard(_shard(params["embed"], "tp", WEIGHT_AXES), "tp")
+        x_BTD = _look_up(embed_VD, batch["tokens"])  # embed_VD[tokens], with a float32 gradient
         if cfg.scale_embed:
             x_BTD *= cfg.d_model**0.5
-        return _shard(x_BTD, BATCH_AXES, "sp")
+        x_BTD = _shard(x_BTD, BATCH_AXES, "sp")
+    # Optional: dropout, in training; generation.
+    if train_keys is not None and cfg.dropout:
+        x_BTD, weights = _with_dropout(x_BTD, weights, train_keys, cfg)
+    if cache is not None:
+        weights["cache"] = cache
+
+    # A scan over the layers, whose weights all have the same shapes. A kind (cfg.layer_types)
+    # differs in its window or positions, and has a function of its own.
+    layers = {}
+    for kind, attn_inputs in _attention_inputs(batch, cfg).items():
+        layers[kind] = partial(_block, attn_inputs=attn_inputs, cfg=cfg)
+    x_BTD, added = _scan_layers(layers, x_BTD, weights, cfg)
+
+    with jax.named_scope("head"):
+        x_BTD = _norm(x_BTD, params, "final_norm", cfg)
+        unembed_DV = params["embed"].T if cfg.tie_embeddings else params["unembed"]
+    return x_BTD, unembed_DV, added
 
 
-def _block(x_BTD, w, attend, attn_inputs, cfg, decoding=False):
-    """Apply one layer: (x_BTD, router statistics).
-
-    w: the layer's weights, named without the prefix. attend: see _self_attention. decoding: for
-    generation: MLPs are not tiled and experts drop no token.
-    """
+def _block(x_BTD, w, attn_inputs, cfg):
+    """Apply one layer, with the weights w: (x_BTD, what it adds: see hidden_states)."""
     x_BTD = checkpoint_name(x_BTD, "block")  # a name for remat offload
     with jax.named_scope("attention"):
-        y_BTD = _norm_before(x_BTD, "attn", w, cfg)
-        y_BTD = _self_attention(y_BTD, w, attend, attn_inputs, cfg)
+        y_BTD = _norm(x_BTD, w, "attn_norm", cfg)
+        y_BTD, added = _self_attention(y_BTD, w, attn_inputs, cfg)
         x_BTD = _add_to_residual(x_BTD, y_BTD, "attn", w, cfg)
     with jax.named_scope("mlp"):
-        y_BTD = _norm_before(x_BTD, "mlp", w, cfg)
-        router_stats = {}
-        # Optional: experts, or a long sequence in tiles. By default all at once.
+        y_BTD = _norm(x_BTD, w, "mlp_norm", cfg)
+        # Optional: experts, or a long sequence in tiles.
         if cfg.n_experts:
-            y_BTD, router_stats = _experts(y_BTD, w, attn_inputs["segments"], cfg, decoding)
-        elif cfg.mlp_tiles > 1 and not decoding:
+            y_BTD, added["router"] = _experts(y_BTD, w, attn_inputs["segments"], cfg)
+        elif cfg.mlp_tiles > 1 and "cache" not in w:
             y_BTD = _mlp_in_tiles(y_BTD, w, cfg)
         else:
             y_BTD = _mlp(y_BTD, w, cfg)
         x_BTD = _add_to_residual(x_BTD, y_BTD, "mlp", w, cfg)
-    return x_BTD, router_stats
-
-
-def _add_to_residual(x_BTD, y_BTD, part, w, cfg):
-    """Add the output y_BTD of attention or MLP (part: "attn" or "mlp") to x_BTD."""
-    if cfg.post_norm:
-        y_BTD = _rms_norm(y_BTD, w[f"{part}_norm"], cfg)
-    if cfg.sandwich_norm:
-        y_BTD = _rms_norm(y_BTD, w[f"{part}_out_norm"], cfg)
-    # Optional: dropout, in training.
-    if "dropout_keys" in w:
-        y_BTD = _dropout(y_BTD, w["dropout_keys"][part], cfg)
-    # This constraint forces the all-reduce over tp here; over sp the sequence stays split.
-    return _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
+    return x_BTD, added
 
 
 def _mlp(x, w, cfg):
@@ -227,135 +181,78 @@ def _mlp(x, w, cfg):
 
 
 def _linear(x, w, name, cfg):
-    """Multiply x by the weight w[name], and add the product of its LoRA factors if it has any."""
+    """Multiply x by the weight w[name], such as "wq", and add the bias, "bq", if there is one."""
     y = _matmul(x, w[name], cfg)  # x @ w[name], by the product that suits cfg.dtype
     # Optional: LoRA, a weight with factors.
     if f"{name}.lora_a" in w:
         y += _lora_product(x, w, name, cfg)
+    bias = "b" + name.removeprefix("w")
+    if bias in w:  # in float32: the sum is rounded once
+        y = (y + _broadcast(w[bias], y.shape)).astype(y.dtype)
     return y
 
 
-def _rms_norm(x, scale, cfg):
-    """Divide x by its root mean square over the last dim, and multiply by scale, in float32."""
+def _norm(x, w, name, cfg):
+    """RMSNorm over the last dim with the gain w[name], in float32; x itself without that gain."""
+    if name not in w:
+        return x
+    gain = w[name].astype(jnp.float32)
     x_f32 = x.astype(jnp.float32)
+    if gain.size > x.shape[-1]:  # of all heads together
+        x_f32 = x_f32.reshape(*x.shape[:-2], -1)
     x_f32 *= jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + cfg.norm_eps)
-    return (x_f32 * _in_rows(scale.astype(jnp.float32), x.shape)).astype(x.dtype)
-
-
-def _head_inputs(x_BTD, params, cfg):
-    """The normalized output of the last layer, and the matrix that makes logits of it."""
-    with jax.named_scope("head"):
-        x_BTD = _rms_norm(x_BTD, params["final_norm"], cfg)
-        if cfg.tie_embeddings:
-            return x_BTD, params["embed"].T
-        return x_BTD, params["unembed"]
+    return (x_f32 * _broadcast(gain, x_f32.shape)).reshape(x.shape).astype(x.dtype)
 
 
 # ---- attention
 
-def _self_attention(x_BTD, w, attend, attn_inputs, cfg):
-    """Attention of normalized x_BTD; attend(q_BNTH, k_BKTH, v_BKTH) gives a_BNTH."""
-    # All products before the reshapes: in another order a step takes 15% longer on Zen 4.
-    q = _project(x_BTD, w, "q", cfg)
-    k = _project(x_BTD, w, "k", cfg)
-    v = _project(x_BTD, w, "v", cfg)
-    q_BTNH = _split_heads(q, cfg)
-    k_BTKH = _split_heads(k, cfg)
-    v_BTKH = _split_heads(v, cfg)
-    if cfg.qk_norm:
-        q_BTNH = _norm_heads(q_BTNH, w["q_norm"], cfg)
-        k_BTKH = _norm_heads(k_BTKH, w["k_norm"], cfg)
+def _self_attention(x_BTD, w, attn_inputs, cfg):
+    """Attention of normalized x_BTD: (y_BTD, {} or, in generation, the new cache)."""
+    B, T, _ = x_BTD.shape
+    q = _linear(x_BTD, w, "wq", cfg)
+    k = _linear(x_BTD, w, "wk", cfg)
+    v = _linear(x_BTD, w, "wv", cfg)
+    q, k, v = checkpoint_name((q, k, v), "qkv")
+    q_BTNH = _norm(q.reshape(B, T, -1, cfg.head_dim), w, "q_norm", cfg)
+    k_BTKH = _norm(k.reshape(B, T, -1, cfg.head_dim), w, "k_norm", cfg)
+    v_BTKH = v.reshape(B, T, -1, cfg.head_dim)
     # In: each sp shard has a part of the sequence, for all heads. Out: complete sequences of some
-    # heads, as [B, heads, T, H]. Over sp this is the all-to-all of Ulysses; over tp nothing moves.
-    # K then counts kv heads with the copies that give each device of tp and sp at least one.
-    q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH)
+    # heads. Over sp this is the all-to-all of Ulysses; over tp nothing moves.
+    q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH, cfg)
     q_BNTH = _rotate(q_BNTH, attn_inputs, cfg)
-    # Optional: rotary scaling, queries that grow with their position.
-    if cfg.rope_query_beta:
-        q_BNTH = _scale_by_position(q_BNTH, attn_inputs["positions"], cfg)
     k_BKTH = _rotate(k_BKTH, attn_inputs, cfg)
-    a_BNTH = attend(q_BNTH, k_BKTH, v_BKTH)
-    a_BTNH = _to_sequence_sharding(a_BNTH)  # back, by a second all-to-all over sp
-    return _linear(a_BTNH.reshape(*x_BTD.shape[:2], -1), w, "wo", cfg)
-
-
-def _project(x_BTD, w, kind, cfg):
-    """The queries, keys or values (kind: "q", "k" or "v") of x_BTD, of all heads together."""
-    y = checkpoint_name(_linear(x_BTD, w, f"w{kind}", cfg), "qkv")
-    if cfg.qkv_bias:  # in float32: the sum is rounded once
-        y = (y + w[f"b{kind}"][None, None]).astype(y.dtype)
-    return y
-
-
-def _split_heads(y, cfg):
-    """y [B, T, heads * H] as [B, T, heads, H]."""
-    return _written(y.reshape(*y.shape[:2], -1, cfg.head_dim), cfg)
-
-
-def _attend_in_halves(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
-    """Attention within a sequence, where `_attend` has no better kernel, as on CPUs: a_BNTH.
-
-    The queries are in two halves: the first skips the later keys, and with them a quarter of all
-    scores.
-    """
-    B, _, T, _ = q_BNTH.shape
-    segments = attn_inputs["segments"]
-    middle = (T + 1) // 2
-    halves = []
-    for start, stop in ((0, middle), (middle, T)):
-        n_keys = stop  # no query sees a later key
-        query_pos_BT = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
-        mask_BTS = _attention_mask(query_pos_BT, n_keys, attn_inputs["window"])
-        # Optional: document mask, where a query sees keys of its own document only.
-        if segments is not None:
-            mask_BTS &= _same_segment(segments[:, start:stop], segments[:, :n_keys])
-        halves.append(_attend_dense(q_BNTH[:, :, start:stop], k_BKTH[:, :, :n_keys],
-                                    v_BKTH[:, :, :n_keys], mask_BTS, cfg))
-    return jnp.concatenate(halves, axis=2)
+    # _attend_dense by default. Optional: fused kernels, blocks, generation.
+    a_BNTH, added = _attend(q_BNTH, k_BKTH, v_BKTH, w, attn_inputs, cfg)
+    # Back, by a second all-to-all over sp.
+    a_BNTH = _shard(a_BNTH, BATCH_AXES, ("tp", "sp"))
+    a_BTNH = _shard(a_BNTH.swapaxes(1, 2), BATCH_AXES, "sp", "tp")
+    return _linear(a_BTNH.reshape(B, T, -1), w, "wo", cfg), added
 
 
 def _attend_dense(q_BNTH, k_BKSH, v_BKSH, mask_BTS, cfg):
-    """Attention from all scores at once; mask_BTS: whether a query sees a key."""
+    """softmax(q k^T / sqrt(H)) v over the keys that a query sees: its own, and those in mask_BTS.
+
+    Attention by default: _attend calls it for each half of the queries.
+    """
     B, N, T, H = q_BNTH.shape
     K = k_BKSH.shape[1]
-    # G = N // K query heads share a kv head. _batched_matmul makes one product for each B and K.
-    q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H)
+    q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H)  # G query heads share a kv head
     scores_BKGTS = _soft_cap(_batched_matmul(q_BKGTH, k_BKSH.mT, cfg), cfg.attn_softcap)
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -jnp.inf)
-    # Softmax. It divides after the product with v: that saves a pass over the scores.
-    max_BKGT1 = jax.lax.stop_gradient(_max_by_halves(scores_BKGTS))
+    # Softmax divides after the product with v: that saves a pass over the scores.
+    max_BKGT1 = jax.lax.stop_gradient(scores_BKGTS.max(axis=-1, keepdims=True))
     e_BKGTS = jnp.exp(scores_BKGTS - max_BKGT1)
     a_BKGTH = _batched_matmul(e_BKGTS.astype(v_BKSH.dtype), v_BKSH, cfg)
     sum_BKGT1 = e_BKGTS.sum(axis=-1, keepdims=True)
-    # The names let a remat policy keep both.
-    a_BKGTH = checkpoint_name(a_BKGTH, "attention")
-    sum_BKGT1 = checkpoint_name(sum_BKGT1, "attention")
+    a_BKGTH, sum_BKGT1 = checkpoint_name((a_BKGTH, sum_BKGT1), "attention")
     return (a_BKGTH / sum_BKGT1).reshape(q_BNTH.shape).astype(q_BNTH.dtype)
 
 
-def _attention_mask(query_pos, n_keys, window):
-    """Whether a query sees a key, [B, T, S]: the key is not later, and within the window (0: none).
-
-    query_pos [B, T]: the index of each query among the keys.
-    """
-    distance = query_pos[:, :, None] - jnp.arange(n_keys)[None, None, :]
-    mask = distance >= 0
-    if window:
-        mask &= distance < window
-    return mask
-
-
-def _rotate(x, attn_inputs, cfg):
-    """Rotate the two halves of each head of x [B, heads, T, H] (Hugging Face's order) in float32.
-
-    The flip of the halves and the signed sin make the 2x2 rotation. A layer without positions (cos
-    is None) keeps x.
-    """
-    if attn_inputs["cos"] is None:
+def _soft_cap(x, cap):
+    """x bounded by cap, smoothly; 0: x itself."""
+    if not cap:
         return x
-    halves = _written(x, cfg).astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
-    rotated = halves * attn_inputs["cos"] + halves[..., ::-1, :] * attn_inputs["sin"]
-    return _written(rotated.reshape(x.shape).astype(x.dtype), cfg)
+    return cap * jnp.tanh(x / cap)
 
 
 # ---- loss
@@ -363,55 +260,46 @@ def _rotate(x, attn_inputs, cfg):
 def loss_fn(params, batch, cfg, train_keys=None, examples=False):
     """Sums and counts over the positions with a label: ({name: sum}, {name: count}).
 
-    batch has "tokens" and "labels" [B, T]; labels of IGNORE are not counted. "objective" is
+    batch: as in hidden_states, and "labels" [B, T], where IGNORE does not count. "objective" is
     minimized, divided as cfg.loss_norm says; "loss" is the plain cross-entropy in nats; "z" the
-    squared log-partition; "acc" 1 where the label is the likeliest token, 1/n where n tokens tie.
-    Experts add "balance", "router_z" and "dropped"; a document mask adds "padding" and
-    "attended_keys".
+    squared log-partition; "acc" 1 where the label is the likeliest token, 1/n in a tie of n.
 
-    To change the loss, add a term per token in _loss_sums, which weights it by weights_BT, or a
-    whole sum to sums["objective"] here.
+    To change the loss, add a term per token in _loss_sums, or a whole sum to sums["objective"].
 
-    train_keys: in training, a random key for each row [B], for dropout; None in evaluation.
+    train_keys: in training, a random key for each sequence [B], for dropout.
     examples: return a third dict, {"nats": the loss of each position [B, T]}; has no gradient.
     """
-    x_BTD, unembed_DV, router_stats = hidden_states(params, batch, cfg, train_keys)
+    x_BTD, unembed_DV, added = hidden_states(params, batch, cfg, train_keys)
     labels_BT = batch["labels"]
-    # By default weights are 1 where there is a label, and divisor is their sum.
-    weights_BT, divisor = _loss_weights(labels_BT, cfg)
+    weights_BT = (labels_BT != IGNORE).astype(jnp.float32)
+    n_labels = weights_BT.sum()
+    divisor = n_labels
+    if cfg.loss_norm != "tokens":  # optional
+        weights_BT, divisor = _other_loss_norm(weights_BT, cfg)
 
-    # Large logits are computed tile by tile, so that they never exist all at once. _tiled_sums
-    # calls _loss_sums for each tile, so that a new term there is seen here too.
-    n_tiles = count_tiles(*labels_BT.shape, cfg)
-    if examples:  # optional: values per example
-        sums, nats_BT = _sums_and_nats(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles)
-    elif n_tiles > 1:
-        sums = _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles)
-    else:
-        sums = _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg)
-
-    # Optional: experts, the losses and statistics of the router.
+    # _loss_sums of all positions, or of one tile after the other: large logits never exist at once.
+    sums, nats_BT = _sums_in_tiles(unembed_DV, x_BTD, labels_BT, weights_BT, cfg)
+    # Optional: experts.
     if cfg.n_experts:
-        sums = _add_router_sums(sums, router_stats, labels_BT, weights_BT, cfg)
-    n_labels = (labels_BT != IGNORE).sum(dtype=jnp.float32)
+        sums = _add_router_sums(sums, added["router"], labels_BT, weights_BT, cfg)
     counts = dict.fromkeys(sums, n_labels)
     counts["objective"] = divisor
-    # Optional: document mask, the fraction of padding, and the number of keys that a query sees.
+    # Optional: document mask, whose batches have both.
     if "segments" in batch and "positions" in batch:
         sums, counts = _add_document_sums(sums, counts, batch, cfg)
     return (sums, counts, {"nats": nats_BT}) if examples else (sums, counts)
 
 
-def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, with_nats=False):
-    """The sums of loss_fn without the router's, from all logits at once; with_nats: (sums, the loss
-    of each position [B, T]).
+def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
+    """(the sums of loss_fn without the router's, the loss of each position [B, T]).
 
     Source: z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
     logits_BTV = loss_logits(x_BTD, unembed_DV, cfg)  # _logits; on a GPU perhaps rounded
     with jax.named_scope("loss"):
         mask_BT = labels_BT != IGNORE
-        max_BT, lse_BT = max_and_logsumexp(logits_BTV)
+        max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
+        lse_BT = max_BT + jnp.log(jnp.exp(logits_BTV - max_BT[..., None]).sum(axis=-1))
         true_BT = label_logits(logits_BTV, jnp.where(mask_BT, labels_BT, 0))
         nll_BT = lse_BT - true_BT
         z_BT = lse_BT * lse_BT
@@ -425,20 +313,18 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, with_nats=False):
         n_max_BT = (logits_BTV == max_BT[..., None]).sum(axis=-1)
         acc_BT = (true_BT >= max_BT) / n_max_BT
 
-        # The objective has the weights of cfg.loss_norm. All terms are masked below.
         terms = {"objective": objective_BT * weights_BT, "loss": nll_BT, "z": z_BT, "acc": acc_BT}
-        sums = {name: jnp.where(mask_BT, term_BT, 0).sum(dtype=jnp.float32)
-                for name, term_BT in terms.items()}
-        return (sums, jnp.where(mask_BT, nll_BT, 0)) if with_nats else sums
+        terms = {name: jnp.where(mask_BT, term_BT, 0) for name, term_BT in terms.items()}
+        sums = {name: term_BT.sum(dtype=jnp.float32) for name, term_BT in terms.items()}
+        return sums, terms["loss"]
 
 
-def _logits(x_BTD, unembed_DV, cfg, f32_out=True):
-    """Logits [B, T, V] in float32; rounded to cfg.dtype before, unless f32_out."""
-    with jax.named_scope("head"):
-        logits_BTV = _matmul(x_BTD, unembed_DV, cfg, f32_out)
-        # tp splits the vocabulary: no device holds all logits of a token.
-        logits_BTV = _shard(logits_BTV, BATCH_AXES, "sp", "tp").astype(jnp.float32)
-        return _soft_cap(logits_BTV, cfg.logit_softcap)
+def label_logits(logits_BTV, labels_BT):
+    """The logit of each label."""
+    # A masked sum, not a gather: logits stay where they are when tp splits the vocabulary.
+    V = logits_BTV.shape[-1]
+    hit_BTV = labels_BT[..., None] == jnp.arange(V)[None, None]
+    return jnp.where(hit_BTV, logits_BTV, 0).sum(axis=-1)
 
 
 # ---- supporting
@@ -496,55 +382,32 @@ def apply_param_groups(table, cfg, parse_number):
 
 # ---- parts of a layer
 
-def _norm_before(x_BTD, part, w, cfg):
-    """The input of attention or MLP (part: "attn" or "mlp"). With post_norm their outputs are
-    normalized instead: see _add_to_residual.
-    """
-    if cfg.post_norm:
-        return x_BTD
-    return _rms_norm(x_BTD, w[f"{part}_norm"], cfg)
+def _add_to_residual(x_BTD, y_BTD, sublayer, w, cfg):
+    """x_BTD + y_BTD, the output of attention or MLP (sublayer: "attn" or "mlp")."""
+    # Optional: a norm of the output; dropout, in training.
+    y_BTD = _norm(y_BTD, w, f"{sublayer}_out_norm", cfg)
+    if "dropout_keys" in w:
+        y_BTD = _dropout(y_BTD, w["dropout_keys"][sublayer], cfg)
+    # This constraint forces the all-reduce over tp here; over sp the sequence stays split.
+    return _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
 
 
-def _norm_heads(heads, gain, cfg):
-    """RMSNorm of each head [B, T, heads, H] or, with post_norm, of all heads together."""
-    if not cfg.post_norm:
-        return _rms_norm(heads, gain, cfg)
-    joined = heads.reshape(*heads.shape[:2], -1)
-    return _rms_norm(joined, gain, cfg).reshape(heads.shape)
-
-
-def _soft_cap(x, cap):
-    """x bounded by cap, smoothly; 0: x itself."""
-    if not cap:
-        return x
-    return cap * jnp.tanh(x / cap)
-
-
-def _in_rows(gain, shape):
+def _broadcast(gain, shape):
     """gain [D] broadcast to shape [..., D].
 
     On a CPU, as an array, not as the entry of the stack of all layers: then unrolled layers share
-    the kernels of their norms, an eighth less to compile. Its gradient is a product with ones, a
-    fifth of the time of XLA's sum over rows.
+    the kernels of their norms. Its gradient is a product with ones, faster than XLA's sum over rows
+    (LOG.md).
     """
     if not _by_platform({"cpu": True, "other": False}):
         return jnp.broadcast_to(gain, shape)
 
     @jax.custom_gradient
-    def in_rows(gain):
+    def on_cpu(gain):
         rows = jnp.broadcast_to(with_layout_constraint(gain, Layout((0,))), shape)
         return rows, lambda dy: jnp.tensordot(jnp.ones(shape[:-1]), dy, len(shape) - 1)
 
-    return in_rows(gain)
-
-
-def _max_by_halves(x):
-    """x.max(axis=-1, keepdims=True). On a CPU by halves: XLA takes six times as long."""
-    is_cpu = _by_platform({"cpu": True, "other": False})
-    while is_cpu and x.shape[-1] > 32 and x.shape[-1] % 2 == 0:
-        left, right = jnp.split(x, 2, axis=-1)
-        x = jnp.maximum(left, right)
-    return x.max(axis=-1, keepdims=True)
+    return on_cpu(gain)
 
 
 # ---- inputs of the layers
@@ -559,19 +422,23 @@ def batch_shapes(cfg):
     return dict.fromkeys(names, (shape, jnp.int32, P(BATCH_AXES, "sp")))
 
 
+# Float32 whatever the dtype: the router, and biases, whose gradient sums over all positions.
+F32_PARAMS = ("layers.w_router", "layers.bq", "layers.bk", "layers.bv")
+
+
 def _cast_params(params, cfg):
-    """params in the dtype of activations, those of F32_PARAMS in float32."""
-    cast = {}
-    for name, x in params.items():
-        dtype = jnp.float32 if name in F32_PARAMS else _dtype(cfg)
-        cast[name] = x.astype(dtype)
-    return cast
-
-
-def _layer_weights(params):
-    """The weights of all layers, named without the prefix."""
-    return {name.removeprefix("layers."): x
-            for name, x in params.items() if name.startswith("layers.")}
+    """(params, those of layers alone without the prefix), in the dtype of activations, but those of
+    F32_PARAMS in float32.
+    """
+    cast = {name: x.astype(jnp.float32 if name in F32_PARAMS else _dtype(cfg))
+            for name, x in params.items()}
+    weights = {name.removeprefix("layers."): x
+               for name, x in cast.items() if name.startswith("layers.")}
+    # Optional: norms of the outputs of attention and MLP in place of those of their inputs.
+    if cfg.post_norm:
+        for sublayer in ("attn", "mlp"):
+            weights[f"{sublayer}_out_norm"] = weights.pop(f"{sublayer}_norm")
+    return cast, weights
 
 
 def layer_kinds(cfg):
@@ -632,6 +499,19 @@ def rope_tables(positions, cfg, is_local=False):
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
+def _rotate(x, attn_inputs, cfg):
+    """Rotate the two halves of each head of x [B, heads, T, H] (Hugging Face's order) in float32.
+
+    The flip of the halves and the signed sin make the 2x2 rotation. A layer without positions (cos
+    is None) keeps x.
+    """
+    if attn_inputs["cos"] is None:
+        return x
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    rotated = halves * attn_inputs["cos"] + halves[..., ::-1, :] * attn_inputs["sin"]
+    return rotated.reshape(x.shape).astype(x.dtype)
+
+
 # Most layers that are unrolled, by JAX's name of the platform. Unrolled, XLA fuses across layers: a
 # third faster on a CPU. On a GPU a scan also copies all that backward needs into stacks and out of
 # them, and with remat "none" it saves twice as much. Scanned, compile time is that of one layer.
@@ -642,6 +522,10 @@ def _scan_layers(layers, x_BTD, inputs, cfg):
     """Run x_BTD, result = layers[kind](x_BTD, input) over inputs stacked by layer: (x_BTD, results
     stacked by layer).
     """
+    # Optional: rematerialization, where backward computes again what the policy does not save.
+    if cfg.remat != "none":
+        policy = REMAT[cfg.remat]
+        layers = {kind: jax.checkpoint(layer, policy=policy) for kind, layer in layers.items()}
     unroll = cfg.n_layers <= _by_platform(UNROLLED_LAYERS)
     kinds = layer_kinds(cfg)
     if len(set(kinds)) == 1:
@@ -715,7 +599,7 @@ def _shard(x, *axes):
     return jax.lax.with_sharding_constraint(x, P(*spec))
 
 
-def _to_head_sharding(q_BTNH, k_BTKH, v_BTKH):
+def _to_head_sharding(q_BTNH, k_BTKH, v_BTKH, cfg):
     """Give each device complete sequences of some heads: q, k and v as [B, heads, T, H].
 
     Over sp this is the all-to-all of Ulysses; over tp nothing moves.
@@ -727,6 +611,7 @@ def _to_head_sharding(q_BTNH, k_BTKH, v_BTKH):
     # Group the heads by device and join q, k and v, so that one all-to-all moves all three.
     parts = []  # [B, T, n_parts, heads of a part, H]
     for x, n in ((q_BTNH, 1), (k_BTKH, n_copies), (v_BTKH, n_copies)):
+        x = _for_cpu(x, cfg)
         parts.append(jnp.repeat(x, n, axis=2).reshape(B, T, n_parts, -1, H))
     qkv = jnp.concatenate(parts, axis=3)
     # From parts of the sequence to parts of the heads.
@@ -735,16 +620,7 @@ def _to_head_sharding(q_BTNH, k_BTKH, v_BTKH):
     ends = np.cumsum([x.shape[3] for x in parts])
     split = jnp.split(qkv, ends[:-1], axis=3)
     # From [B, T, n_parts, heads, H] to [B, all heads, T, H].
-    return [x.reshape(B, T, -1, H).swapaxes(1, 2) for x in split]
-
-
-def _to_sequence_sharding(a_BNTH):
-    """Give each device all heads of a part of the sequence: a_BTNH.
-
-    The reverse of _to_head_sharding.
-    """
-    a_BNTH = _shard(a_BNTH, BATCH_AXES, ("tp", "sp"))
-    return _shard(a_BNTH.swapaxes(1, 2), BATCH_AXES, "sp", "tp")
+    return [_for_cpu(x.reshape(B, T, -1, H).swapaxes(1, 2), cfg) for x in split]
 
 
 def on_each_device(f, in_specs, out_specs, *more_axes):
@@ -808,7 +684,7 @@ def _batched_matmul(x, w, cfg):
     if cfg.dtype != "mixed":
         return _einsum("BKGMD,BKDF->BKGMF", x, w)
     B, K, D, F = w.shape
-    y = _matmul_mixed(x.reshape(B, K, -1, D), _written(w, cfg))
+    y = _matmul_mixed(x.reshape(B, K, -1, D), _for_cpu(w, cfg))
     return y.reshape(*x.shape[:-1], F)
 
 
@@ -817,7 +693,7 @@ _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 # ---- mixed precision on CPUs
 
-def _written(x, cfg):
+def _for_cpu(x, cfg):
     """x itself, a hint for speed: under "mixed" XLA writes it and its gradient to memory. It would
     compute them again in each kernel that reads them, and multiply in float32 by a transpose that
     it fuses.
@@ -863,17 +739,14 @@ def _matmul_mixed(x, w):
 
 # ---- parts of the loss
 
-def _loss_weights(labels_BT, cfg):
+def _other_loss_norm(weights_BT, cfg):
     """(weights_BT of positions in the objective's sum, divisor of that sum).
 
-    cfg.loss_norm: "tokens" divides by labelled positions, "positions" by all, "sequences" averages
-    each sequence over its own tokens first, "constant" divides a batch by cfg.loss_divisor.
+    cfg.loss_norm: "positions" divides by all positions, "sequences" averages each sequence over its
+    own labels first, "constant" divides a batch by cfg.loss_divisor.
     """
-    B, T = labels_BT.shape
-    weights_BT = (labels_BT != IGNORE).astype(jnp.float32)
-    if cfg.loss_norm == "tokens":
-        divisor = weights_BT.sum()
-    elif cfg.loss_norm == "positions":
+    B, T = weights_BT.shape
+    if cfg.loss_norm == "positions":
         divisor = B * T
     elif cfg.loss_norm == "sequences":
         n_labels_B1 = weights_BT.sum(axis=1, keepdims=True)
@@ -890,26 +763,29 @@ def _loss_weights(labels_BT, cfg):
 NARROW_LOGITS = {"gpu": True, "other": False}
 
 
+def _logits(x_BTD, unembed_DV, cfg, f32_out=True):
+    """Logits [B, T, V] in float32; rounded to cfg.dtype before, unless f32_out."""
+    with jax.named_scope("head"):
+        logits_BTV = _matmul(x_BTD, unembed_DV, cfg, f32_out)
+        # tp splits the vocabulary: no device holds all logits of a token.
+        logits_BTV = _shard(logits_BTV, BATCH_AXES, "sp", "tp").astype(jnp.float32)
+        return _soft_cap(logits_BTV, cfg.logit_softcap)
+
+
 def loss_logits(x_BTD, unembed_DV, cfg):
     """_logits for a loss, on a GPU rounded to bfloat16 if that is the dtype."""
     is_narrow = cfg.dtype == "bfloat16" and _by_platform(NARROW_LOGITS)
     # Of tied embeddings the matrix is a transpose.
-    return _logits(x_BTD, _written(unembed_DV, cfg), cfg, f32_out=not is_narrow)
+    return _logits(x_BTD, _for_cpu(unembed_DV, cfg), cfg, f32_out=not is_narrow)
 
 
-def max_and_logsumexp(logits_BTV):
-    """The highest logit and the log-sum-exp of the logits of each position."""
-    max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
-    sum_BT = jnp.exp(logits_BTV - max_BT[..., None]).sum(axis=-1)
-    return max_BT, max_BT + jnp.log(sum_BT)
-
-
-def label_logits(logits_BTV, labels_BT):
-    """The logit of each label."""
-    # A masked sum, not a gather: logits stay where they are when tp splits the vocabulary.
-    V = logits_BTV.shape[-1]
-    hit_BTV = labels_BT[..., None] == jnp.arange(V)[None, None]
-    return jnp.where(hit_BTV, logits_BTV, 0).sum(axis=-1)
+def _sums_in_tiles(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
+    """_loss_sums, in tiles of positions if there are many logits."""
+    n_tiles = count_tiles(*labels_BT.shape, cfg)
+    # Optional: loss in tiles.
+    if n_tiles > 1:
+        return _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles)
+    return _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg)
 
 
 # Size of a device's float32 logits above which the loss is computed in tiles, by JAX's name of the
@@ -995,14 +871,14 @@ def _with_optional_rows(table, cfg):
     """
     table = dict(table)
     if cfg.sandwich_norm:
-        for part in ("attn", "mlp"):
-            table[f"layers.{part}_out_norm"] = table[f"layers.{part}_norm"]
-    for kind, n_heads in (("q", cfg.n_heads), ("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads)):
+        for sublayer in ("attn", "mlp"):
+            table[f"layers.{sublayer}_out_norm"] = table[f"layers.{sublayer}_norm"]
+    for letter, n_heads in (("q", cfg.n_heads), ("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads)):
         shape = (cfg.n_layers, n_heads * cfg.head_dim)
         if cfg.qkv_bias:
-            table[f"layers.b{kind}"] = _row(shape, P(None, "tp"), ("constant", 0.0))
-        if cfg.qk_norm and cfg.post_norm and kind != "v":
-            table[f"layers.{kind}_norm"] = _row(shape, P(None, "tp"), ("constant", 1.0))
+            table[f"layers.b{letter}"] = _row(shape, P(None, "tp"), ("constant", 0.0))
+        if cfg.qk_norm and cfg.post_norm and letter != "v":
+            table[f"layers.{letter}_norm"] = _row(shape, P(None, "tp"), ("constant", 1.0))
     # Experts: a router, and rows of the MLP with one more dim.
     if cfg.n_experts:
         table |= _expert_rows(table, cfg)
@@ -1042,10 +918,23 @@ def _by_heads(attend):
 
 # ---- choice of the attention kernel
 
-def _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
-    """Attention within a sequence, a_BNTH: by a fused kernel on GPUs or TPUs, for a long sequence
-    one block of scores at a time, or else all at once.
+# Longest sequence with dense attention. Beyond it attention by blocks is faster, and its memory is
+# linear in T.
+DENSE_LEN = 1024
+
+
+def _attend(q_BNTH, k_BKTH, v_BKTH, w, attn_inputs, cfg):
+    """Attention within a sequence: (a_BNTH, {} or, in generation, {"cache": the new one}).
+
+    By a fused kernel on GPUs or TPUs, for a long sequence one block of scores at a time, or else
+    all at once.
     """
+    # Optional: rotary scaling, queries that grow with their position.
+    if cfg.rope_query_beta:
+        q_BNTH = _scale_by_position(q_BNTH, attn_inputs["positions"], cfg)
+    if "cache" in w:
+        a_BNTH, cache = _attend_to_cache(q_BNTH, k_BKTH, v_BKTH, w["cache"], attn_inputs, cfg)
+        return a_BNTH, {"cache": cache}
     kernel = _attend_in_halves
     if q_BNTH.shape[2] > DENSE_LEN:
         kernel = _attend_in_blocks
@@ -1053,7 +942,41 @@ def _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
         kernel = _attend_cudnn
     if cfg.attention == "pallas":
         kernel = _attend_pallas
-    return kernel(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
+    return kernel(_for_cpu(q_BNTH, cfg), _for_cpu(k_BKTH, cfg), v_BKTH, attn_inputs, cfg), {}
+
+
+def _attention_mask(query_pos, n_keys, window):
+    """Whether a query sees a key, [B, T, S]: the key is not later, and within the window (0: none).
+
+    query_pos [B, T]: the index of each query among the keys.
+    """
+    distance = query_pos[:, :, None] - jnp.arange(n_keys)[None, None, :]
+    mask = distance >= 0
+    if window:
+        mask &= distance < window
+    return mask
+
+
+def _attend_in_halves(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
+    """Attention within a sequence, where `_attend` has no better kernel, as on CPUs: a_BNTH.
+
+    The queries are in two halves: the first skips the later keys, and with them a quarter of all
+    scores.
+    """
+    B, _, T, _ = q_BNTH.shape
+    segments = attn_inputs["segments"]
+    middle = (T + 1) // 2
+    halves = []
+    for start, stop in ((0, middle), (middle, T)):
+        n_keys = stop  # no query sees a later key
+        query_pos_BT = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
+        mask_BTS = _attention_mask(query_pos_BT, n_keys, attn_inputs["window"])
+        # Optional: document mask, where a query sees keys of its own document only.
+        if segments is not None:
+            mask_BTS &= _same_segment(segments[:, start:stop], segments[:, :n_keys])
+        halves.append(_attend_dense(q_BNTH[:, :, start:stop], k_BKTH[:, :, :n_keys],
+                                    v_BKTH[:, :, :n_keys], mask_BTS, cfg))
+    return jnp.concatenate(halves, axis=2)
 
 
 MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
@@ -1126,31 +1049,21 @@ def prefill(params, batch, lengths_B, cache, cfg):
     """Write the keys and values of a batch into the cache at its positions: (logits [B, V] after
     the first lengths_B tokens of each row, cache). Each token also sees the tokens in the cache.
     """
-    params = _cast_params(params, cfg)
-
-    def layer(x_BTD, weights_and_cache, attn_inputs):
-        w, old_cache = weights_and_cache
-        positions_BT = attn_inputs["positions"]
-        new_cache = {}
-
-        def attend(q_BNTH, k_BKTH, v_BKTH):
-            """Write k and v into new_cache, and attend to all of it."""
-            new_cache["k"] = _write(old_cache["k"], k_BKTH, positions_BT)
-            new_cache["v"] = _write(old_cache["v"], v_BKTH, positions_BT)
-            n_keys = new_cache["k"].shape[2]
-            mask_BTS = _attention_mask(positions_BT, n_keys, attn_inputs["window"])
-            return _attend_dense(q_BNTH, new_cache["k"], new_cache["v"], mask_BTS, cfg)
-
-        x_BTD, _ = _block(x_BTD, w, attend, attn_inputs, cfg, decoding=True)
-        return x_BTD, new_cache
-
-    layers = {kind: partial(layer, attn_inputs=attn_inputs)
-              for kind, attn_inputs in _attention_inputs(batch, cfg).items()}
-    x_BTD = _embed(params["embed"], batch["tokens"], cfg)
-    x_BTD, cache = _scan_layers(layers, x_BTD, (_layer_weights(params), cache), cfg)
-    x_BTD, unembed_DV = _head_inputs(x_BTD, params, cfg)
+    x_BTD, unembed_DV, added = hidden_states(params, batch, cfg, cache=cache)
     x_B1D = jnp.take_along_axis(x_BTD, lengths_B[:, None, None] - 1, axis=1)
-    return _logits(x_B1D, unembed_DV, cfg)[:, 0], cache
+    return _logits(x_B1D, unembed_DV, cfg)[:, 0], added["cache"]
+
+
+def _attend_to_cache(q_BNTH, k_BKTH, v_BKTH, cache, attn_inputs, cfg):
+    """Write k and v into the cache of a layer, and attend to all of it: (a_BNTH, cache)."""
+    positions_BT = attn_inputs["positions"]
+    row, head, _ = jnp.indices(k_BKTH.shape[:3], sparse=True)
+    index = row, head, positions_BT[:, None]
+    k_BKSH = cache["k"].at[index].set(k_BKTH)
+    v_BKSH = cache["v"].at[index].set(v_BKTH)
+    mask_BTS = _attention_mask(positions_BT, k_BKSH.shape[2], attn_inputs["window"])
+    a_BNTH = _attend_dense(q_BNTH, k_BKSH, v_BKSH, mask_BTS, cfg)
+    return a_BNTH, {"k": k_BKSH, "v": v_BKSH}
 
 
 def decode(params, logits_BV, cache, lengths_B, i, cfg, key):
@@ -1167,11 +1080,6 @@ def empty_cache(B, T, n_new, cfg):
     K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp"))  # kv heads as _to_head_sharding copies them
     empty_LBKSH = jnp.zeros((cfg.n_layers, B, K, T + n_new, cfg.head_dim), _dtype(cfg))
     return {"k": empty_LBKSH, "v": empty_LBKSH}
-
-
-def _write(old_BKSH, new_BKTH, positions_BT):
-    row, head, _ = jnp.indices(new_BKTH.shape[:3], sparse=True)
-    return old_BKSH.at[row, head, positions_BT[:, None]].set(new_BKTH)
 
 
 def _sample(logits_BV, key, cfg):
@@ -1318,13 +1226,14 @@ def _scale_by_position(q_BNTH, positions_BT, cfg):
 
 # ---- dropout
 
-def _dropout_keys(train_keys, cfg):
-    """Random keys (of the embedding [B], {"attn", "mlp": of each layer [L, B]})."""
+def _with_dropout(x_BTD, weights, train_keys, cfg):
+    """(x_BTD with dropout, weights of layers with random keys: {"attn", "mlp": [L, B]})."""
     def keys_at(index):
         return jax.vmap(lambda key: jax.random.fold_in(key, index))(train_keys)
 
     keys = jax.vmap(keys_at)(jnp.arange(1 + 2 * cfg.n_layers))
-    return keys[0], {"attn": keys[1::2], "mlp": keys[2::2]}
+    layer_keys = {"attn": keys[1::2], "mlp": keys[2::2]}
+    return _dropout(x_BTD, keys[0], cfg), weights | {"dropout_keys": layer_keys}
 
 
 def _dropout(x_BTD, keys_B, cfg):
@@ -1443,93 +1352,73 @@ def activation_bytes(cfg, n, is_gpu):
 
 # ---- loss in tiles
 
+# By hand: by jax.checkpoint each tile's logits would be computed twice.
+
 @partial(jax.custom_vjp, nondiff_argnames=("cfg", "n_tiles"))
 def _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
     """_loss_sums with the logits of one tile at a time.
 
-    The gradient of "objective" is computed in the forward pass, tile by tile: nothing runs twice.
-    Only in float16, or if other sums have a gradient too, does backward compute the tiles again.
+    The gradient of "objective" is computed in the forward pass, tile by tile. Only if other sums
+    have a gradient too does backward compute the tiles again.
     Source: Hsu et al. 2024 (Liger), arXiv:2410.10989, section 3.2.
     """
-    def sums_of_tile(tile):
-        x_BtD, labels_Bt, weights_Bt = tile
-        return _loss_sums(unembed_DV, x_BtD, labels_Bt, weights_Bt, cfg)
-
     tiles = jax.tree.map(lambda x: split_tiles(x, n_tiles), (x_BTD, labels_BT, weights_BT))
-    return _sum_first_dim(jax.lax.map(sums_of_tile, tiles))
-
-
-def _sum_first_dim(sums):
-    return {name: x.sum(axis=0) for name, x in sums.items()}
+    sums, nats = jax.lax.map(lambda tile: _loss_sums(unembed_DV, *tile, cfg), tiles)
+    return jax.tree.map(lambda x: x.sum(axis=0), sums), join_tiles(nats)
 
 
 def _tiled_grads(unembed_DV, x_BTD, labels_BT, weights_BT, cotangents, cfg, n_tiles):
-    """(sums, gradients of unembed_DV and x_BTD), for the cotangents of some of the sums."""
+    """(_tiled_sums, gradients of unembed_DV, as float32 [devices, D, V], and of x_BTD), for the
+    cotangents of some of the sums.
+    """
     def weighted_sum(unembed_DV, x_BtD, labels_Bt, weights_Bt, cotangents):
-        sums = _loss_sums(unembed_DV, x_BtD, labels_Bt, weights_Bt, cfg)
-        return sum(c * sums[name] for name, c in cotangents.items()), sums
+        sums, nats_Bt = _loss_sums(unembed_DV, x_BtD, labels_Bt, weights_Bt, cfg)
+        return sum(c * sums[name] for name, c in cotangents.items()), (sums, nats_Bt)
 
     tile_grads = jax.grad(weighted_sum, (0, 1), has_aux=True)
 
     def device_grads(unembed_DV, x_BTD, labels_BT, weights_BT, cotangents):
-        """One device's sums and gradient of unembed_DV, with a first dim of 1, and its part of the
-        gradient of x_BTD.
-        """
         def add_tile(total_DV, tile):
-            x_BtD, labels_Bt, weights_Bt = tile
-            (d_unembed_DV, dx_BtD), sums = tile_grads(
-                unembed_DV, x_BtD, labels_Bt, weights_Bt, cotangents)
-            return total_DV + d_unembed_DV.astype(jnp.float32), (dx_BtD, sums)
+            (d_unembed_DV, dx_BtD), found = tile_grads(unembed_DV, *tile, cotangents)
+            return total_DV + d_unembed_DV.astype(jnp.float32), (dx_BtD, found)
 
         tiles = jax.tree.map(lambda x: split_tiles(x, n_tiles), (x_BTD, labels_BT, weights_BT))
-        d_unembed_DV, (dx, sums) = jax.lax.scan(add_tile, jnp.zeros(unembed_DV.shape), tiles)
-        sums = {name: x[None] for name, x in _sum_first_dim(sums).items()}
-        # Devices sum it in its dtype, as they do the other gradients.
-        d_unembed_1DV = d_unembed_DV.astype(unembed_DV.dtype)[None]
-        return sums, d_unembed_1DV, join_tiles(dx)
+        d_unembed_DV, (dx, (sums, nats)) = jax.lax.scan(
+            add_tile, jnp.zeros(unembed_DV.shape), tiles)
+        sums = {name: x.sum(axis=0)[None] for name, x in sums.items()}
+        return sums, join_tiles(nats), d_unembed_DV[None], join_tiles(dx)
 
     split = P(BATCH_AXES, "sp")
-    stacked = P((*BATCH_AXES, "sp"))
-    all_grads = on_each_device(device_grads, (P(), split, split, split, P()),
-                                (stacked, stacked, split))
-    sums, d_unembed, dx_BTD = all_grads(unembed_DV, x_BTD, labels_BT, weights_BT, cotangents)
-    # Add the devices' results. Not by jnp.sum, which would send float32.
+    stacked = P((*BATCH_AXES, "sp"))  # a first dim of 1 for each device
+    sums, nats_BT, d_unembed, dx_BTD = on_each_device(
+        device_grads, (P(), split, split, split, P()), (stacked, split, stacked, split))(
+        unembed_DV, x_BTD, labels_BT, weights_BT, cotangents)
     sums = {name: jax.lax.reduce_sum(x, (0,)) for name, x in sums.items()}
-    d_unembed_DV = jax.lax.reduce_sum(d_unembed, (0,))
-    return sums, (d_unembed_DV, dx_BTD)
+    return (sums, nats_BT), (d_unembed, dx_BTD)
 
 
 def _tiled_fwd(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
     inputs = [a.value for a in (unembed_DV, x_BTD, labels_BT, weights_BT)]
-    sums, grads = _tiled_grads(*inputs, {"objective": 1.0}, cfg, n_tiles)
-    return sums, (inputs, grads)
+    found, grads = _tiled_grads(*inputs, {"objective": 1.0}, cfg, n_tiles)
+    return found, (inputs, grads)
 
 
 def _tiled_bwd(cfg, n_tiles, saved, cotangents):
     inputs, grads = saved
     zero = jax.custom_derivatives.SymbolicZero
-    used = {name: c for name, c in cotangents.items() if not isinstance(c, zero)}
+    used = {name: c for name, c in cotangents[0].items() if not isinstance(c, zero)}
     scale = used.get("objective", jnp.float32(0))
-    # In float16 a gradient without the loss scale, which is in its cotangent, may overflow.
-    if used.keys() - {"objective"} or grads[0].dtype == jnp.float16:
+    if used.keys() - {"objective"}:
         _, grads = _tiled_grads(*inputs, used, cfg, n_tiles)
         scale = jnp.float32(1)
-    d_unembed_DV, dx_BTD = grads
-    d_unembed_DV = (d_unembed_DV * scale).astype(dx_BTD.dtype)
-    dx_BTD = dx_BTD * scale.astype(dx_BTD.dtype)
-    return d_unembed_DV, dx_BTD, None, None
+    d_unembed, dx_BTD = grads
+    # Devices sum it in its dtype, as they do the other gradients: scaled before, as float16 needs.
+    # Not by jnp.sum, which would send float32.
+    d_unembed_DV = jax.lax.reduce_sum((d_unembed * scale).astype(dx_BTD.dtype), (0,))
+    return d_unembed_DV, dx_BTD * scale.astype(dx_BTD.dtype), None, None
 
 
 _tiled_sums.defvjp(_tiled_fwd, _tiled_bwd, symbolic_zeros=True)
-
-
-# ---- values per example
-
-def _sums_and_nats(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
-    """_loss_sums with_nats, from the logits of one tile at a time."""
-    tiles = jax.tree.map(lambda x: split_tiles(x, n_tiles), (x_BTD, labels_BT, weights_BT))
-    sums, nats = jax.lax.map(lambda tile: _loss_sums(unembed_DV, *tile, cfg, True), tiles)
-    return jax.tree.map(lambda x: x.sum(axis=0), sums), join_tiles(nats)
 
 
 # ---- MLP in tiles
@@ -1650,7 +1539,7 @@ def _blockwise(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window, cap):
     def add_forward(totals, i, j, scores_BKGts):
         """Rescale the sums so far to the new maximum, and add those of this block."""
         old_max_BKGt1 = _part(totals["max"], i)
-        max_BKGt1 = jnp.maximum(old_max_BKGt1, _max_by_halves(scores_BKGts))
+        max_BKGt1 = jnp.maximum(old_max_BKGt1, scores_BKGts.max(axis=-1, keepdims=True))
         e_BKGts = jnp.exp(scores_BKGts - max_BKGt1)
         scale_BKGt1 = jnp.exp(old_max_BKGt1 - max_BKGt1)
         e_v_BKGtH = _einsum("BKGts,BKsH->BKGtH", e_BKGts.astype(v_BKntH.dtype), _part(v_BKntH, j))
@@ -1850,10 +1739,10 @@ def _expert_rows(table, cfg):
     }
 
 
-def _experts(y_BTD, w, segments_BT, cfg, decoding):
+def _experts(y_BTD, w, segments_BT, cfg):
     """The weighted sum of each token's experts, and the statistics of _route."""
     B, T, D = y_BTD.shape
-    routing = _route(y_BTD, w["w_router"], segments_BT, cfg, decoding)
+    routing = _route(y_BTD, w["w_router"], segments_BT, cfg, decoding="cache" in w)
     n_parts, n_slots = routing["tokens"].shape[1:]
 
     # Copy each token to the slots of its experts.
@@ -1939,8 +1828,11 @@ def _route(y_BTD, router_DE, segments_BT, cfg, decoding):
 
 
 def _add_router_sums(sums, router_stats, labels_BT, weights_BT, cfg):
-    """sums with those of router_stats, and with the router's losses in "objective"."""
+    """sums with the router_stats [L, B, T], averaged over layers, and with the router's losses in
+    "objective".
+    """
     sums = dict(sums)
+    router_stats = {name: x.mean(axis=0) for name, x in router_stats.items()}
     for name, x_BT in router_stats.items():
         sums[name] = jnp.where(labels_BT != IGNORE, x_BT, 0).sum()
     losses_BT = (cfg.router_balance * router_stats["balance"]
