@@ -30,9 +30,7 @@ from jax.sharding import PartitionSpec as P
 # dim.
 
 BATCH_AXES = ("dp", "fsdp", "ep")  # mesh axes that split the sequences of a batch
-# Mesh axes that split a dense weight, which is gathered where it is used. ep and sp would otherwise
-# hold identical copies.
-WEIGHT_AXES = ("fsdp", "ep", "sp")
+WEIGHT_AXES = ("fsdp", "ep", "sp")  # those that split a dense weight, gathered where it is used
 IGNORE = -100  # label ignored by the loss
 
 
@@ -41,12 +39,9 @@ IGNORE = -100  # label ignored by the loss
 def param_table(cfg):
     """Declare every parameter: {name: {"shape", "spec", "init"}}.
 
-    Arrays under "layers." are stacked over layers: weights are [layers, in, out], weights of
-    experts [layers, experts, in, out]. spec has the mesh axes that split each dim. init is
-    ("normal", std) for matrices or ("constant", value) for gains and biases; optimizers
-    distinguish the two by it.
-
-    Raises ValueError for a pattern in lora_targets without a match.
+    Weights under "layers." are stacked: [layers, in, out], those of experts [layers, experts, in,
+    out]. spec has the mesh axes that split each dim. init is ("normal", std) for matrices or
+    ("constant", value) for gains and biases; optimizers distinguish the two by it.
     """
     L, D, F, V = cfg.n_layers, cfg.d_model, cfg.d_ff, cfg.vocab_size
     N, K, H = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
@@ -57,9 +52,9 @@ def param_table(cfg):
     attn_out = ("normal", (2 * L * N * H) ** -0.5)
     mlp_out = ("normal", (2 * L * F) ** -0.5)
 
-    # tp splits heads, the MLP's width and the vocabulary; WEIGHT_AXES split the model's width.
-    in_spec = P(None, WEIGHT_AXES, "tp")  # from the residual, column-parallel: no all-reduce
-    out_spec = P(None, "tp", WEIGHT_AXES)  # to the residual, row-parallel: all-reduce over tp
+    # tp splits heads, the MLP's width and the vocabulary.
+    in_spec = P(None, WEIGHT_AXES, "tp")  # column-parallel: no all-reduce
+    out_spec = P(None, "tp", WEIGHT_AXES)  # row-parallel: all-reduce over tp
 
     table = {
         "embed": _row((V, D), P("tp", WEIGHT_AXES), normal),
@@ -112,22 +107,23 @@ def init(key, cfg, table=None):
 
 # ---- layers
 
-# Sharding: parameters come in with the specs of param_table. Only activations are constrained, by
-# _shard(x, *mesh axes of each dim; a missing one is unsplit). XLA inserts the collectives: it
-# gathers each weight over WEIGHT_AXES before its product, and sums over tp after it.
+# Sharding: parameters come in split by param_table. _shard(x, *mesh axes of each dim) splits the
+# activations. XLA inserts the collectives: it gathers each weight over WEIGHT_AXES before its
+# product, and sums over tp after it.
 
 def hidden_states(params, batch, cfg, train_keys=None, cache=None):
-    """Everything before the logits: (x_BTD, unembed_DV, what each layer adds to that).
+    """Everything before the logits: (x_BTD, unembed_DV, other results of the layers).
 
     batch: "tokens" [B, T], and optionally "positions" [B, T] (default: from 0) and "segments"
-    [B, T]: a token sees its own segment only. train_keys: as in loss_fn. cache: keys and values of
-    generation. Layers add {"router": statistics [L, B, T]} and {"cache": the new one}.
+    [B, T]: a token sees its own segment only. train_keys: in training, random keys [B] for dropout.
+    cache: in generation, earlier keys and values. Other results: {"router": statistics [L, B, T],
+    "cache": the new one}, where there are any.
 
     Float32 whatever cfg.dtype: norms, rotary positions, softmax, router, logits, loss.
     """
-    params, weights = _cast_params(params, cfg)  # weights: of the layers, {name: stacked array}
+    params, weights = _cast_params(params, cfg)  # weights: those of layers, without the prefix
     with jax.named_scope("embedding"):
-        # Gathered in cfg.dtype: split as it is stored, then by vocabulary alone.
+        # First split as it is stored, so that the gather moves the cast matrix.
         embed_VD = _shard(_shard(params["embed"], "tp", WEIGHT_AXES), "tp")
         x_BTD = _look_up(embed_VD, batch["tokens"])  # embed_VD[tokens], with a float32 gradient
         if cfg.scale_embed:
@@ -139,41 +135,41 @@ def hidden_states(params, batch, cfg, train_keys=None, cache=None):
     if cache is not None:
         weights["cache"] = cache
 
-    # A scan over the layers, whose weights all have the same shapes. A kind (cfg.layer_types)
-    # differs in its window or positions, and has a function of its own.
+    # A scan over layers, whose weights must have the same shapes. Their windows and positions may
+    # differ: each kind in cfg.layer_types has a function.
     layers = {}
     for kind, attn_inputs in _attention_inputs(batch, cfg).items():
         layers[kind] = partial(_block, attn_inputs=attn_inputs, cfg=cfg)
-    x_BTD, added = _scan_layers(layers, x_BTD, weights, cfg)
+    x_BTD, results = _scan_layers(layers, x_BTD, weights, cfg)
 
     with jax.named_scope("head"):
         x_BTD = _norm(x_BTD, params, "final_norm", cfg)
         unembed_DV = params["embed"].T if cfg.tie_embeddings else params["unembed"]
-    return x_BTD, unembed_DV, added
+    return x_BTD, unembed_DV, results
 
 
 def _block(x_BTD, w, attn_inputs, cfg):
-    """Apply one layer, with the weights w: (x_BTD, what it adds: see hidden_states)."""
+    """Apply one layer with the weights w: (x_BTD, other results: see hidden_states)."""
     x_BTD = checkpoint_name(x_BTD, "block")  # a name for remat offload
     with jax.named_scope("attention"):
         y_BTD = _norm(x_BTD, w, "attn_norm", cfg)
-        y_BTD, added = _self_attention(y_BTD, w, attn_inputs, cfg)
+        y_BTD, results = _self_attention(y_BTD, w, attn_inputs, cfg)
         x_BTD = _add_to_residual(x_BTD, y_BTD, "attn", w, cfg)
     with jax.named_scope("mlp"):
         y_BTD = _norm(x_BTD, w, "mlp_norm", cfg)
         # Optional: experts, or a long sequence in tiles.
         if cfg.n_experts:
-            y_BTD, added["router"] = _experts(y_BTD, w, attn_inputs["segments"], cfg)
+            y_BTD, results["router"] = _experts(y_BTD, w, attn_inputs["segments"], cfg)
         elif cfg.mlp_tiles > 1 and "cache" not in w:
             y_BTD = _mlp_in_tiles(y_BTD, w, cfg)
         else:
             y_BTD = _mlp(y_BTD, w, cfg)
         x_BTD = _add_to_residual(x_BTD, y_BTD, "mlp", w, cfg)
-    return x_BTD, added
+    return x_BTD, results
 
 
 def _mlp(x, w, cfg):
-    """SwiGLU of x [..., D], or GeGLU."""
+    """SwiGLU of x, or GeGLU."""
     gate = _linear(x, w, "w_gate", cfg)
     up = _linear(x, w, "w_up", cfg)
     activation = jax.nn.gelu if cfg.geglu else jax.nn.silu
@@ -181,10 +177,9 @@ def _mlp(x, w, cfg):
 
 
 def _linear(x, w, name, cfg):
-    """Multiply x by the weight w[name], such as "wq", and add the bias, "bq", if there is one."""
-    y = _matmul(x, w[name], cfg)  # x @ w[name], by the product that suits cfg.dtype
-    # Optional: LoRA, a weight with factors.
-    if f"{name}.lora_a" in w:
+    """x @ w[name], such as "wq", plus the bias "bq" if there is one."""
+    y = _matmul(x, w[name], cfg)
+    if f"{name}.lora_a" in w:  # optional: LoRA
         y += _lora_product(x, w, name, cfg)
     bias = "b" + name.removeprefix("w")
     if bias in w:  # in float32: the sum is rounded once
@@ -193,7 +188,7 @@ def _linear(x, w, name, cfg):
 
 
 def _norm(x, w, name, cfg):
-    """RMSNorm over the last dim with the gain w[name], in float32; x itself without that gain."""
+    """RMSNorm of x with the gain w[name]; x itself if the layer has no such norm."""
     if name not in w:
         return x
     gain = w[name].astype(jnp.float32)
@@ -207,7 +202,7 @@ def _norm(x, w, name, cfg):
 # ---- attention
 
 def _self_attention(x_BTD, w, attn_inputs, cfg):
-    """Attention of normalized x_BTD: (y_BTD, {} or, in generation, the new cache)."""
+    """Attention of normalized x_BTD: (y_BTD, other results: see hidden_states)."""
     B, T, _ = x_BTD.shape
     q = _linear(x_BTD, w, "wq", cfg)
     k = _linear(x_BTD, w, "wk", cfg)
@@ -216,30 +211,27 @@ def _self_attention(x_BTD, w, attn_inputs, cfg):
     q_BTNH = _norm(q.reshape(B, T, -1, cfg.head_dim), w, "q_norm", cfg)
     k_BTKH = _norm(k.reshape(B, T, -1, cfg.head_dim), w, "k_norm", cfg)
     v_BTKH = v.reshape(B, T, -1, cfg.head_dim)
-    # In: each sp shard has a part of the sequence, for all heads. Out: complete sequences of some
-    # heads. Over sp this is the all-to-all of Ulysses; over tp nothing moves.
+    # From a part of the sequence and all heads on each sp shard to all of it and some heads, as
+    # [B, heads, T, H]: the all-to-all of Ulysses. Over tp nothing moves.
     q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH, cfg)
     q_BNTH = _rotate(q_BNTH, attn_inputs, cfg)
     k_BKTH = _rotate(k_BKTH, attn_inputs, cfg)
-    # _attend_dense by default. Optional: fused kernels, blocks, generation.
-    a_BNTH, added = _attend(q_BNTH, k_BKTH, v_BKTH, w, attn_inputs, cfg)
+    # By default _attend_dense. Optional: fused kernels, blocks, generation.
+    a_BNTH, results = _attend(q_BNTH, k_BKTH, v_BKTH, w, attn_inputs, cfg)
     # Back, by a second all-to-all over sp.
     a_BNTH = _shard(a_BNTH, BATCH_AXES, ("tp", "sp"))
     a_BTNH = _shard(a_BNTH.swapaxes(1, 2), BATCH_AXES, "sp", "tp")
-    return _linear(a_BTNH.reshape(B, T, -1), w, "wo", cfg), added
+    return _linear(a_BTNH.reshape(B, T, -1), w, "wo", cfg), results
 
 
 def _attend_dense(q_BNTH, k_BKSH, v_BKSH, mask_BTS, cfg):
-    """softmax(q k^T / sqrt(H)) v over the keys that a query sees: its own, and those in mask_BTS.
-
-    Attention by default: _attend calls it for each half of the queries.
-    """
+    """softmax(q k^T / sqrt(H)) v; mask_BTS: whether a query sees a key, as it does its own."""
     B, N, T, H = q_BNTH.shape
     K = k_BKSH.shape[1]
     q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H)  # G query heads share a kv head
     scores_BKGTS = _soft_cap(_batched_matmul(q_BKGTH, k_BKSH.mT, cfg), cfg.attn_softcap)
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -jnp.inf)
-    # Softmax divides after the product with v: that saves a pass over the scores.
+    # Softmax, which divides after the product with v.
     max_BKGT1 = jax.lax.stop_gradient(scores_BKGTS.max(axis=-1, keepdims=True))
     e_BKGTS = jnp.exp(scores_BKGTS - max_BKGT1)
     a_BKGTH = _batched_matmul(e_BKGTS.astype(v_BKSH.dtype), v_BKSH, cfg)
@@ -261,15 +253,14 @@ def loss_fn(params, batch, cfg, train_keys=None, examples=False):
     """Sums and counts over the positions with a label: ({name: sum}, {name: count}).
 
     batch: as in hidden_states, and "labels" [B, T], where IGNORE does not count. "objective" is
-    minimized, divided as cfg.loss_norm says; "loss" is the plain cross-entropy in nats; "z" the
-    squared log-partition; "acc" 1 where the label is the likeliest token, 1/n in a tie of n.
+    minimized, divided as cfg.loss_norm says; "loss" is the cross-entropy in nats; "z" the squared
+    log-partition; "acc" 1 where the label is the likeliest token, 1/n in a tie of n.
 
     To change the loss, add a term per token in _loss_sums, or a whole sum to sums["objective"].
 
-    train_keys: in training, a random key for each sequence [B], for dropout.
     examples: return a third dict, {"nats": the loss of each position [B, T]}; has no gradient.
     """
-    x_BTD, unembed_DV, added = hidden_states(params, batch, cfg, train_keys)
+    x_BTD, unembed_DV, results = hidden_states(params, batch, cfg, train_keys)
     labels_BT = batch["labels"]
     weights_BT = (labels_BT != IGNORE).astype(jnp.float32)
     n_labels = weights_BT.sum()
@@ -277,25 +268,20 @@ def loss_fn(params, batch, cfg, train_keys=None, examples=False):
     if cfg.loss_norm != "tokens":  # optional
         weights_BT, divisor = _other_loss_norm(weights_BT, cfg)
 
-    # _loss_sums of all positions, or of one tile after the other: large logits never exist at once.
+    # _loss_sums, of one tile of positions after the other where all logits would be large.
     sums, nats_BT = _sums_in_tiles(unembed_DV, x_BTD, labels_BT, weights_BT, cfg)
-    # Optional: experts.
-    if cfg.n_experts:
-        sums = _add_router_sums(sums, added["router"], labels_BT, weights_BT, cfg)
-    counts = dict.fromkeys(sums, n_labels)
-    counts["objective"] = divisor
-    # Optional: document mask, whose batches have both.
-    if "segments" in batch and "positions" in batch:
-        sums, counts = _add_document_sums(sums, counts, batch, cfg)
+    counts = dict.fromkeys(sums, n_labels) | {"objective": divisor}
+    # Optional: experts, document mask.
+    sums, counts = _with_optional_sums(sums, counts, results, weights_BT, batch, cfg)
     return (sums, counts, {"nats": nats_BT}) if examples else (sums, counts)
 
 
 def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
-    """(the sums of loss_fn without the router's, the loss of each position [B, T]).
+    """(sums of loss_fn, the loss of each position [B, T]).
 
     Source: z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
-    logits_BTV = loss_logits(x_BTD, unembed_DV, cfg)  # _logits; on a GPU perhaps rounded
+    logits_BTV = loss_logits(x_BTD, unembed_DV, cfg)
     with jax.named_scope("loss"):
         mask_BT = labels_BT != IGNORE
         max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
@@ -304,12 +290,9 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
         nll_BT = lse_BT - true_BT
         z_BT = lse_BT * lse_BT
         objective_BT = nll_BT + cfg.z_loss * z_BT
-
-        # Optional: label smoothing moves a fraction of the target to the other tokens.
-        if cfg.label_smoothing:
+        if cfg.label_smoothing:  # optional
             objective_BT += _label_smoothing(logits_BTV, true_BT, cfg)
-
-        # Accuracy. A tie of n tokens counts 1/n.
+        # A tie of n tokens counts 1/n.
         n_max_BT = (logits_BTV == max_BT[..., None]).sum(axis=-1)
         acc_BT = (true_BT >= max_BT) / n_max_BT
 
@@ -320,8 +303,7 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
 
 
 def label_logits(logits_BTV, labels_BT):
-    """The logit of each label."""
-    # A masked sum, not a gather: logits stay where they are when tp splits the vocabulary.
+    """The logit of each label, by a masked sum: a gather would move logits that tp splits."""
     V = logits_BTV.shape[-1]
     hit_BTV = labels_BT[..., None] == jnp.arange(V)[None, None]
     return jnp.where(hit_BTV, logits_BTV, 0).sum(axis=-1)
@@ -512,9 +494,8 @@ def _rotate(x, attn_inputs, cfg):
     return rotated.reshape(x.shape).astype(x.dtype)
 
 
-# Most layers that are unrolled, by JAX's name of the platform. Unrolled, XLA fuses across layers: a
-# third faster on a CPU. On a GPU a scan also copies all that backward needs into stacks and out of
-# them, and with remat "none" it saves twice as much. Scanned, compile time is that of one layer.
+# Most layers that are unrolled, by JAX's name of the platform. Unrolled, XLA fuses across layers,
+# and needs no stacks for backward (LOG.md). Scanned, compile time is that of one layer.
 UNROLLED_LAYERS = {"gpu": 64, "other": 12}
 
 
@@ -524,8 +505,8 @@ def _scan_layers(layers, x_BTD, inputs, cfg):
     """
     # Optional: rematerialization, where backward computes again what the policy does not save.
     if cfg.remat != "none":
-        policy = REMAT[cfg.remat]
-        layers = {kind: jax.checkpoint(layer, policy=policy) for kind, layer in layers.items()}
+        layers = {kind: jax.checkpoint(layer, policy=REMAT[cfg.remat])
+                  for kind, layer in layers.items()}
     unroll = cfg.n_layers <= _by_platform(UNROLLED_LAYERS)
     kinds = layer_kinds(cfg)
     if len(set(kinds)) == 1:
@@ -649,9 +630,8 @@ def _dtype(cfg):
 def _matmul(x, w, cfg, f32_out=False):
     """Multiply x [..., D] by w [D, F], in x's dtype, or with a float32 result if f32_out."""
     mixed = cfg.dtype == "mixed"
-    # One product of two matrices: XLA on a CPU takes five times as long for the weight gradient of
-    # the same product in three dims. Over sp x keeps its dims, since flattening a split sequence
-    # would gather it; "mixed" flattens over sp too.
+    # One product of two matrices, whose weight gradient is faster on CPUs (LOG.md). Over sp x keeps
+    # its dims, since flattening a split sequence would gather it; "mixed" flattens over sp too.
     rows = x
     if mixed or _axis_size("sp") == 1:
         rows = x.reshape(-1, x.shape[-1])
@@ -694,11 +674,8 @@ _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 # ---- mixed precision on CPUs
 
 def _for_cpu(x, cfg):
-    """x itself, a hint for speed: under "mixed" XLA writes it and its gradient to memory. It would
-    compute them again in each kernel that reads them, and multiply in float32 by a transpose that
-    it fuses.
-
-    Not over several devices, which would gather x.
+    """x itself, a hint for the speed of "mixed" on one device: XLA writes x and its gradient to
+    memory, and does not compute them again in each kernel that reads them.
     """
     if cfg.dtype != "mixed" or jax.sharding.get_abstract_mesh().size > 1:
         return x
@@ -788,9 +765,19 @@ def _sums_in_tiles(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
     return _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg)
 
 
+def _with_optional_sums(sums, counts, layer_results, weights_BT, batch, cfg):
+    """(sums, counts) with those of experts and of a document mask."""
+    if cfg.n_experts:
+        sums, counts = _add_router_sums(
+            sums, counts, layer_results["router"], weights_BT, batch["labels"], cfg)
+    # Batches of documents have both.
+    if "segments" in batch and "positions" in batch:
+        sums, counts = _add_document_sums(sums, counts, batch, cfg)
+    return sums, counts
+
+
 # Size of a device's float32 logits above which the loss is computed in tiles, by JAX's name of the
-# platform. On CPUs tiles of twice the size are 3 to 5% faster in float32 and up to 9% slower in
-# "mixed". On a GPU each tile adds 20 kernels, and reads and writes the head's gradient.
+# platform (LOG.md). On a GPU each tile adds kernels, and reads and writes the head's gradient.
 LOGIT_BYTES = {"gpu": 2**31, "other": 2**28}
 
 
@@ -1049,9 +1036,9 @@ def prefill(params, batch, lengths_B, cache, cfg):
     """Write the keys and values of a batch into the cache at its positions: (logits [B, V] after
     the first lengths_B tokens of each row, cache). Each token also sees the tokens in the cache.
     """
-    x_BTD, unembed_DV, added = hidden_states(params, batch, cfg, cache=cache)
+    x_BTD, unembed_DV, results = hidden_states(params, batch, cfg, cache=cache)
     x_B1D = jnp.take_along_axis(x_BTD, lengths_B[:, None, None] - 1, axis=1)
-    return _logits(x_B1D, unembed_DV, cfg)[:, 0], added["cache"]
+    return _logits(x_B1D, unembed_DV, cfg)[:, 0], results["cache"]
 
 
 def _attend_to_cache(q_BNTH, k_BKTH, v_BKTH, cache, attn_inputs, cfg):
@@ -1352,7 +1339,7 @@ def activation_bytes(cfg, n, is_gpu):
 
 # ---- loss in tiles
 
-# By hand: by jax.checkpoint each tile's logits would be computed twice.
+# By hand: jax.checkpoint would compute each tile's logits twice, a third slower (LOG.md).
 
 @partial(jax.custom_vjp, nondiff_argnames=("cfg", "n_tiles"))
 def _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
@@ -1457,7 +1444,7 @@ def _mlp_in_tiles(x_BTD, w, cfg):
 
 # ---- attention by blocks
 
-BLOCK_LEN = 512  # most queries and most keys of a block; on a CPU 256 is as fast
+BLOCK_LEN = 512  # most queries and most keys of a block
 
 
 def _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
@@ -1827,18 +1814,17 @@ def _route(y_BTD, router_DE, segments_BT, cfg, decoding):
     return {"weights": weights, "slots": slots, "tokens": tokens, "stats": stats}
 
 
-def _add_router_sums(sums, router_stats, labels_BT, weights_BT, cfg):
-    """sums with the router_stats [L, B, T], averaged over layers, and with the router's losses in
-    "objective".
+def _add_router_sums(sums, counts, router_stats, weights_BT, labels_BT, cfg):
+    """(sums, counts) with the router_stats [L, B, T], averaged over layers, and with the router's
+    losses in "objective".
     """
-    sums = dict(sums)
     router_stats = {name: x.mean(axis=0) for name, x in router_stats.items()}
-    for name, x_BT in router_stats.items():
-        sums[name] = jnp.where(labels_BT != IGNORE, x_BT, 0).sum()
+    router_sums = {name: jnp.where(labels_BT != IGNORE, x_BT, 0).sum()
+                   for name, x_BT in router_stats.items()}
     losses_BT = (cfg.router_balance * router_stats["balance"]
                  + cfg.router_z * router_stats["router_z"])
-    sums["objective"] += (weights_BT * losses_BT).sum()
-    return sums
+    router_sums["objective"] = sums["objective"] + (weights_BT * losses_BT).sum()
+    return sums | router_sums, dict.fromkeys(router_sums, counts["loss"]) | counts
 
 
 # ---- Hugging Face

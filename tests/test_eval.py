@@ -270,8 +270,8 @@ def test_an_evaluation_batch_must_fit_the_mesh_and_keeps_the_divisor_of_a_sequen
     assert config.evaluation_config(cfg) is cfg
     eval_cfg = config.evaluation_config(dataclasses.replace(cfg, eval_batch_size=24))
     assert (eval_cfg.batch_size, eval_cfg.grad_accum_steps) == (24, 1)
-    in_training = float(model._loss_weights(np.zeros((8, 4)), cfg)[1])
-    assert float(model._loss_weights(np.zeros((8, 4)), eval_cfg)[1]) == in_training
+    in_training = float(model._other_loss_norm(np.zeros((8, 4)), cfg)[1])
+    assert float(model._other_loss_norm(np.zeros((8, 4)), eval_cfg)[1]) == in_training
 
 
 def test_the_memory_of_an_evaluation_is_that_of_its_batches(tiny, monkeypatch):
