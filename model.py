@@ -183,7 +183,7 @@ def _linear(x, w, name, cfg):
         y += _lora_product(x, w, name, cfg)
     bias = "b" + name.removeprefix("w")
     if bias in w:  # in float32: the sum is rounded once
-        y = (y + _broadcast(w[bias], y.shape)).astype(y.dtype)
+        y = (y + jnp.broadcast_to(w[bias], y.shape)).astype(y.dtype)
     return y
 
 
@@ -409,8 +409,8 @@ F32_PARAMS = ("layers.w_router", "layers.bq", "layers.bk", "layers.bv")
 
 
 def _cast_params(params, cfg):
-    """(params, those of layers alone without the prefix), in the dtype of activations, but those of
-    F32_PARAMS in float32.
+    """(params, those of layers alone without the prefix): those of F32_PARAMS in float32, others in
+    the dtype of activations.
     """
     cast = {name: x.astype(jnp.float32 if name in F32_PARAMS else _dtype(cfg))
             for name, x in params.items()}
@@ -1386,15 +1386,17 @@ def _tiled_grads(unembed_DV, x_BTD, labels_BT, weights_BT, cotangents, cfg, n_ti
 
 def _tiled_fwd(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
     inputs = [a.value for a in (unembed_DV, x_BTD, labels_BT, weights_BT)]
-    found, grads = _tiled_grads(*inputs, {"objective": 1.0}, cfg, n_tiles)
-    return found, (inputs, grads)
+    # As if the largest weight were 1: float16 then holds the gradients of logits.
+    unit = jnp.maximum(inputs[3].max(), 2.0**-24)
+    found, grads = _tiled_grads(*inputs, {"objective": 1 / unit}, cfg, n_tiles)
+    return found, (inputs, grads, unit)
 
 
 def _tiled_bwd(cfg, n_tiles, saved, cotangents):
-    inputs, grads = saved
+    inputs, grads, unit = saved
     zero = jax.custom_derivatives.SymbolicZero
     used = {name: c for name, c in cotangents[0].items() if not isinstance(c, zero)}
-    scale = used.get("objective", jnp.float32(0))
+    scale = unit * used.get("objective", 0)
     if used.keys() - {"objective"}:
         _, grads = _tiled_grads(*inputs, used, cfg, n_tiles)
         scale = jnp.float32(1)
