@@ -281,7 +281,7 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
 
     Source: z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
-    logits_BTV = loss_logits(x_BTD, unembed_DV, cfg)
+    logits_BTV = to_logits(x_BTD, unembed_DV, cfg, for_loss=True)
     with jax.named_scope("loss"):
         mask_BT = labels_BT != IGNORE
         max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
@@ -740,20 +740,15 @@ def _other_loss_norm(weights_BT, cfg):
 NARROW_LOGITS = {"gpu": True, "other": False}
 
 
-def _logits(x_BTD, unembed_DV, cfg, f32_out=True):
-    """Logits [B, T, V] in float32; rounded to cfg.dtype before, unless f32_out."""
+def to_logits(x_BTD, unembed_DV, cfg, for_loss=False):
+    """Logits [B, T, V] in float32; those for a loss are rounded before where NARROW_LOGITS says."""
+    is_narrow = for_loss and cfg.dtype == "bfloat16" and _by_platform(NARROW_LOGITS)
+    unembed_DV = _for_cpu(unembed_DV, cfg)  # of tied embeddings it is a transpose
     with jax.named_scope("head"):
-        logits_BTV = _matmul(x_BTD, unembed_DV, cfg, f32_out)
+        logits_BTV = _matmul(x_BTD, unembed_DV, cfg, f32_out=not is_narrow)
         # tp splits the vocabulary: no device holds all logits of a token.
         logits_BTV = _shard(logits_BTV, BATCH_AXES, "sp", "tp").astype(jnp.float32)
         return _soft_cap(logits_BTV, cfg.logit_softcap)
-
-
-def loss_logits(x_BTD, unembed_DV, cfg):
-    """_logits for a loss, on a GPU rounded to bfloat16 if that is the dtype."""
-    is_narrow = cfg.dtype == "bfloat16" and _by_platform(NARROW_LOGITS)
-    # Of tied embeddings the matrix is a transpose.
-    return _logits(x_BTD, _for_cpu(unembed_DV, cfg), cfg, f32_out=not is_narrow)
 
 
 def _sums_in_tiles(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
@@ -1003,7 +998,7 @@ def choose_attention(cfg, platform):
 def forward(params, batch, cfg):
     """Logits [B, T, V] in float32. batch: as in hidden_states."""
     x_BTD, unembed_DV, _ = hidden_states(params, batch, cfg)
-    return _logits(x_BTD, unembed_DV, cfg)
+    return to_logits(x_BTD, unembed_DV, cfg)
 
 
 def generate(params, tokens_BT, lengths_B, cfg, key, n_new, compiler_options=None):
@@ -1038,7 +1033,7 @@ def prefill(params, batch, lengths_B, cache, cfg):
     """
     x_BTD, unembed_DV, results = hidden_states(params, batch, cfg, cache=cache)
     x_B1D = jnp.take_along_axis(x_BTD, lengths_B[:, None, None] - 1, axis=1)
-    return _logits(x_B1D, unembed_DV, cfg)[:, 0], results["cache"]
+    return to_logits(x_B1D, unembed_DV, cfg)[:, 0], results["cache"]
 
 
 def _attend_to_cache(q_BNTH, k_BKTH, v_BKTH, cache, attn_inputs, cfg):

@@ -63,7 +63,8 @@ def label_log_probs(params, batch, cfg):
         def tile_log_probs(tile):
             x_BtD, labels_Bt = tile
             mask_Bt = labels_Bt != model.IGNORE
-            logits_BtV = model.loss_logits(x_BtD, unembed_DV.astype(x_BTD.dtype), cfg)
+            cast_DV = unembed_DV.astype(x_BTD.dtype)
+            logits_BtV = model.to_logits(x_BtD, cast_DV, cfg, for_loss=True)
             lse_Bt = jax.nn.logsumexp(logits_BtV, axis=-1)
             true_Bt = model.label_logits(logits_BtV, jnp.where(mask_Bt, labels_Bt, 0))
             return jnp.where(mask_Bt, true_Bt - lse_Bt, 0)
