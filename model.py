@@ -116,8 +116,8 @@ def hidden_states(params, batch, cfg, train_keys=None, cache=None):
 
     batch: "tokens" [B, T], and optionally "positions" [B, T] (default: from 0) and "segments"
     [B, T]: a token sees its own segment only. train_keys: in training, random keys [B] for dropout.
-    cache: in generation, earlier keys and values. Other results: {"router": statistics [L, B, T],
-    "cache": the new one}, where there are any.
+    cache: in generation, earlier keys and values. Other results: {"router": statistics [L, B, T]},
+    {"cache": the new one}, or {}.
 
     Float32 whatever cfg.dtype: norms, rotary positions, softmax, router, logits, loss.
     """
@@ -135,8 +135,8 @@ def hidden_states(params, batch, cfg, train_keys=None, cache=None):
     if cache is not None:
         weights["cache"] = cache
 
-    # A scan over layers, whose weights must have the same shapes. Their windows and positions may
-    # differ: each kind in cfg.layer_types has a function.
+    # A scan over layers: their weights must have the same shapes. Windows and positions may differ:
+    # each kind in cfg.layer_types has a function.
     layers = {}
     for kind, attn_inputs in _attention_inputs(batch, cfg).items():
         layers[kind] = partial(_block, attn_inputs=attn_inputs, cfg=cfg)
@@ -211,8 +211,8 @@ def _self_attention(x_BTD, w, attn_inputs, cfg):
     q_BTNH = _norm(q.reshape(B, T, -1, cfg.head_dim), w, "q_norm", cfg)
     k_BTKH = _norm(k.reshape(B, T, -1, cfg.head_dim), w, "k_norm", cfg)
     v_BTKH = v.reshape(B, T, -1, cfg.head_dim)
-    # From a part of the sequence and all heads on each sp shard to all of it and some heads, as
-    # [B, heads, T, H]: the all-to-all of Ulysses. Over tp nothing moves.
+    # From a part of the sequence on each sp shard to some heads of all of it: the all-to-all of
+    # Ulysses. Over tp nothing moves.
     q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH, cfg)
     q_BNTH = _rotate(q_BNTH, attn_inputs, cfg)
     k_BKTH = _rotate(k_BKTH, attn_inputs, cfg)
@@ -253,8 +253,8 @@ def loss_fn(params, batch, cfg, train_keys=None, examples=False):
     """Sums and counts over the positions with a label: ({name: sum}, {name: count}).
 
     batch: as in hidden_states, and "labels" [B, T], where IGNORE does not count. "objective" is
-    minimized, divided as cfg.loss_norm says; "loss" is the cross-entropy in nats; "z" the squared
-    log-partition; "acc" 1 where the label is the likeliest token, 1/n in a tie of n.
+    minimized, divided as cfg.loss_norm says; "loss" is in nats; "z" the squared log-partition;
+    "acc" 1 where the label is the likeliest token, 1/n in a tie of n.
 
     To change the loss, add a term per token in _loss_sums, or a whole sum to sums["objective"].
 
@@ -268,7 +268,7 @@ def loss_fn(params, batch, cfg, train_keys=None, examples=False):
     if cfg.loss_norm != "tokens":  # optional
         weights_BT, divisor = _other_loss_norm(weights_BT, cfg)
 
-    # _loss_sums, of one tile of positions after the other where all logits would be large.
+    # _loss_sums, tile by tile where all logits would be large.
     sums, nats_BT = _sums_in_tiles(unembed_DV, x_BTD, labels_BT, weights_BT, cfg)
     counts = dict.fromkeys(sums, n_labels) | {"objective": divisor}
     # Optional: experts, document mask.
