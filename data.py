@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches as a function of the step.
 
-Owns the order of training, tokenized text, evaluation batches, and placement on devices. Rejects
-malformed files and ids beyond the vocabulary. Invariant: `batch_at(dataset, step, ...)` depends on
-its arguments alone, without iterator state.
+Owns the order of training, tokenized text, evaluation batches, and placement on devices. Invariant:
+`batch_at(dataset, step, ...)` depends on its arguments alone, without iterator state.
 """
 import contextlib
 import fcntl
@@ -17,6 +16,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 import zlib
 from bisect import bisect_left, insort
@@ -40,22 +40,19 @@ from tqdm import tqdm
 #       batch = source["batch"](step, rows)                NumPy: the rows of this process
 #       to_device(batch, shardings, rows, batch_size)      global arrays, sharded over the mesh
 #
-# The training step from state k to state k + 1 consumes batch k; the first batch is batch 0.
-#
-# A draw is a row counted over all batches: row r of batch k is draw k * batch_size + r.
-# A shard is a dict: an array of tokens that stays on disk, its name, documents and more: see
-# `tokenize_files`.
-# A dataset is shards cut into sequences of seq_len tokens: see `make_dataset`. An example is the
-# number of a sequence in its dataset; the shuffle selects an example for each draw.
-# A source is what the loop reads, a dataset with a function from step to batch: see `open_text`.
+# Words:
+#   shard      an array of tokens that stays on disk, with facts about it: see `tokenize_files`
+#   dataset    shards cut into sequences of seq_len tokens: see `make_dataset`
+#   example    the index of a sequence in its dataset; the shuffle selects one for each draw
+#   draw       a row, counted over all batches: row r of batch `step` is step * batch_size + r
+#   source     a function from step to batch, with facts about its data: see `open_text`
 
-# Label ignored by the loss. As in model.py; repeated, so that this file works alone.
-IGNORE = -100
+IGNORE = -100  # label ignored by the loss, as in model.py; repeated, so that this file works alone
 
 
 # ---- batches
 
-# How shards become sequences: fields of config.py, with the defaults of a caller without a Config.
+# How shards become sequences: fields of config.py, with defaults for callers without a Config.
 SEQ_FORMAT = {
     "seq_len": 1,
     "vocab_size": 0,  # 0: ids are not checked
@@ -67,22 +64,20 @@ SEQ_FORMAT = {
 
 
 def batch_at(dataset, step, batch_size, seed=0, rows=None):
-    """Build `rows` (default: all) of training batch `step`: int32 [rows, seq_len] arrays.
+    """Build `rows` (default: all) of training batch `step`: int32 arrays [rows, seq_len].
 
-    dataset: as made by make_dataset, below. The arrays are "tokens" and "labels"; with
-    document_mask or packing also "segments" (index of the document in its row, from 1; 0: padding)
-    and "positions" (in the document).
+    They are "tokens" and "labels"; with document_mask or packing also "segments" (number of the
+    document in its row, from 1; 0: padding) and "positions" (in the document).
     Raises ValueError for an id that is not below vocab_size, and for a changed file.
     """
     return read_sequences(dataset, sequences_at(dataset, step, batch_size, seed, rows))
 
 
 def sequences_at(dataset, step, batch_size, seed=0, rows=None):
-    """The numbers (int64) of the sequences in `rows` (default: all) of training batch `step`."""
-    # Optional: the dataset is several, mixed by weight.
+    """The examples in `rows` (default: all) of training batch `step`."""
+    # Optional: several datasets, mixed by weight.
     if "mixture" in dataset:
-        draws = draws_at(step, batch_size, rows)
-        return _mixture_examples(dataset["mixture"], draws, seed)
+        return _mixture_examples(dataset["mixture"], draws_at(step, batch_size, rows), seed)
     return examples_at(step, batch_size, dataset["n"], seed, rows)
 
 
@@ -93,11 +88,10 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
         "n": number of sequences,
         "cum_counts": [shards], number of sequences up to the end of each shard,
         "lengths": [shards], number of tokens in each}.
-    With packing "stream" a sequence is seq_len successive tokens, and each token but a shard's
-    first is a label in exactly one sequence. With 10 tokens and seq_len 4, sequences start at 0,
-    4 and 5: the last sequence of a shard begins earlier, to fit, and ignores the labels of the
-    sequence before. Labels are tokens 1 to 4, 5 to 8, and 9. With other packing, documents stay
-    together: see `pack`.
+    With packing "stream", 10 tokens and seq_len 4 give three sequences of successive tokens. They
+    start at 0, 4 and 5: the last one begins earlier, to fit, and ignores the labels that it
+    repeats. The labels are tokens 1 to 4, 5 to 8, and 9.
+    With other packing, documents stay together: see `pack`.
     """
     seq_format = SEQ_FORMAT | seq_format
     T = seq_format["seq_len"]
@@ -112,15 +106,13 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
 
 
 def read_sequences(dataset, examples):
-    """Build the batch of the sequences numbered `examples` (int64)."""
+    """Build the batch of these examples (int64)."""
     shard_of, offsets = locate(dataset, examples)
     shards = [dataset["shards"][i] for i in shard_of.tolist()]
-    # Check the length of the file for two shards only, since a check costs as much as copying a
-    # row. Other batches check the other shards.
-    for shard in shards[:2]:
+    for shard in shards[:2]:  # a check costs as much as a row; other batches check other shards
         _check_unchanged(shard)
     if dataset["seq_format"]["packing"] == "stream":
-        # The last sequence of a shard is moved back to fit: it starts at 5, not 8, of 10 tokens.
+        # The last sequence of a shard begins earlier, to fit: at 5, not 8, of 10 tokens.
         T = dataset["seq_format"]["seq_len"]
         starts = np.minimum(offsets * T, dataset["lengths"][shard_of] - 1 - T)
         return _stream_batch(shards, starts, offsets * T - starts, dataset["seq_format"])
@@ -128,39 +120,33 @@ def read_sequences(dataset, examples):
 
 
 def locate(dataset, examples):
-    """(index of the shard of each sequence, its index among the shard's sequences)."""
+    """(index of the shard of each example, index of its sequence in that shard)."""
     cum_counts = dataset["cum_counts"]
     shard_of = np.searchsorted(cum_counts, examples, side="right")
-    n_before = np.append(0, cum_counts)[shard_of]
-    return shard_of, examples - n_before
+    return shard_of, examples - np.append(0, cum_counts)[shard_of]
 
 
 def _stream_batch(shards, starts, n_repeated, seq_format):
-    """Build a batch of seq_len successive tokens a row.
-
-    shards, starts, n_repeated: for each row its shard, the position of its first token in the
-    shard, and the number of labels that the row before has too.
+    """Build a batch of successive tokens. Of each row: its shard, its first token in the shard, and
+    the number of labels that the sequence before has, too.
     """
-    T = seq_format["seq_len"]
-
     # A row of T + 1 ids holds the tokens and, shifted by one, the labels. It is int64 until it is
     # checked: a wrong id may not fit into int32.
+    T = seq_format["seq_len"]
     ids = np.empty((len(shards), T + 1), np.int64)
     for row, shard, start in zip(ids, shards, starts.tolist()):
         row[:] = shard["tokens"][start : start + T + 1]
     check_ids(ids, seq_format["vocab_size"], shards)
     tokens = ids[:, :-1].astype(np.int32)
     labels = ids[:, 1:].astype(np.int32)
+    batch = {"tokens": tokens, "labels": labels}
 
-    # A sequence that was moved back ignores the labels of the one before: 3 of 4 in the example.
     for row in np.flatnonzero(n_repeated):
         labels[row, : n_repeated[row]] = IGNORE
     # Optional: prompts are not labels.
     for row, shard, start in zip(labels, shards, starts.tolist()):
         if "ignored" in shard:
             row[shard["ignored"][start + 1 : start + T + 1] == 1] = IGNORE
-
-    batch = {"tokens": tokens, "labels": labels}
     # Optional: documents do not attend to each other.
     if seq_format["document_mask"]:
         _add_document_mask(batch, shards, starts.tolist())
@@ -180,18 +166,13 @@ def eval_batch_at(dataset, index, batch_size, rows=None):
 
 # ---- the shuffle
 
-# Draws 0 to n - 1 are the first epoch of n examples, draws n to 2n - 1 the second.
-# permute(index, n, order) maps [0, n) onto itself in O(1) memory: no list of n examples is shuffled
-# or stored. `order` is any text; each selects another order. Training has "(SEED, EPOCH)".
-
-BLOCK = 4096  # examples permuted in one call and cached; one call per batch would be slower
+# Draws 0 to n - 1 are the first epoch of n examples, draws n to 2n - 1 the second. Each epoch is a
+# pseudorandom permutation of [0, n), which a text selects: no list of n examples is shuffled or
+# stored. See `permute`.
 
 
 def draws_at(step, batch_size, rows):
-    """The draws of `rows` (default: all) of batch `step`.
-
-    Draw k is row k % batch_size of batch k // batch_size.
-    """
+    """The draws of `rows` (default: all) of batch `step`."""
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     return step * batch_size + rows.astype(np.int64)
 
@@ -199,49 +180,28 @@ def draws_at(step, batch_size, rows):
 def examples_at(step, batch_size, n, seed=0, rows=None):
     """The examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
 
-    Each of the n examples comes once per epoch, in a different order each epoch. The last batch of
-    an epoch is filled from the next epoch.
+    Each comes once per epoch. The last batch of an epoch is filled from the next epoch.
     """
     return shuffled(draws_at(step, batch_size, rows), n, seed)
 
 
 def shuffled(draws, n, seed):
-    """The example (int64 in [0, n)) of each draw: epoch after epoch, each in a different order.
+    """The example of each draw: epoch after epoch, each in a different order.
 
-    n may be an array with the number of examples for each draw (mixtures).
+    n: number of examples; in mixtures an array with the number for each draw.
     """
     epochs, ranks = np.divmod(draws, n)
-    return _permuted(ranks, n, [f"({seed}, {epoch})" for epoch in epochs.tolist()])
-
-
-def _permuted(ranks, n, orders):
-    """The example at each rank in an order of n examples; `orders` has the name of each order."""
-    sizes = np.broadcast_to(n, ranks.shape)
-    examples = [_permuted_block(rank // BLOCK, size, order)[rank % BLOCK]
-                for rank, size, order in zip(ranks.tolist(), sizes.tolist(), orders)]
-    return np.array(examples, np.int64)
-
-
-@lru_cache(maxsize=256)
-def _permuted_block(block, n, order):
-    """The permuted indices of a block, cached by all arguments."""
-    first = block * BLOCK
-    return permute(np.arange(first, min(first + BLOCK, n)), n, order)
+    return permuted(ranks, n, [f"({seed}, {epoch})" for epoch in epochs.tolist()])
 
 
 def eval_examples_at(index, batch_size, n, rows=None):
     """The examples in `rows` of evaluation batch `index`, and the mask of rows that count.
 
-    Each of the n examples counts once. Their order is fixed, and shuffled so that the first few
-    batches are a fair sample. After the last example they repeat with a mask of False.
+    Each counts once. The order is fixed, and shuffled: the first few batches are a fair sample.
+    After the last example they repeat with a mask of False.
     """
     draws = draws_at(index, batch_size, rows)
-    return _permuted(draws % n, n, ["held out"] * len(draws)), draws < n
-
-
-def n_eval_batches(n, batch_size, limit):
-    """The number of batches in an evaluation of n examples. limit: 0 for all of them."""
-    return min(ceil(n / batch_size), limit or n)
+    return permuted(draws % n, n, ["held out"] * len(draws)), draws < n
 
 
 # ---- to the devices
@@ -254,10 +214,9 @@ def local_rows(sharding, shape):
 
 
 def to_device(batch, shardings, rows, batch_size):
-    """Make global arrays [batch_size, ...] of any rank from the local rows that `batch` holds.
+    """Make global arrays [batch_size, ...] of any rank from the local rows that `batch` has.
 
-    shardings: {name: sharding}. rows: indices from local_rows; row i of `batch` is global row
-    rows[i].
+    shardings: {name: sharding}. rows: from local_rows; row i of `batch` is global row rows[i].
     """
     arrays = {}
     for name, x in batch.items():
@@ -269,8 +228,7 @@ def to_device(batch, shardings, rows, batch_size):
 
 
 def _device_slice(x, rows, batch_size, index):
-    """The part of the local rows x for one device, which has the slice `index` of the global array.
-    """
+    """The part of the local rows x for the device with the slice `index` of the global array."""
     first, last, _ = index[0].indices(batch_size)
     # The rows of a device are consecutive, so they are consecutive in `rows` too.
     start, stop = np.searchsorted(rows, (first, last))
@@ -278,44 +236,45 @@ def _device_slice(x, rows, batch_size, index):
 
 
 def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=lambda: None,
-             on_missing=lambda i: None):
-    """Yield (make(i), seconds waited for it) for i in [start, stop). A thread makes `depth` items
-    ahead.
+             on_late=lambda i: None):
+    """Yield (make(i), seconds waited for it) for i in [start, stop). A thread makes `depth` ahead.
 
-    stopped() is polled during a wait; the iterator ends early when it is true.
-    wait_until_idle() blocks until the device is idle. The wait is timed from then: only time in
-    which the device is idle counts.
-    Data may arrive later: make(i) returns None while its data is missing, and is called again when
-    item i is needed. on_missing(i) is called once for such an item.
+    make(i) returns None while its data has not come; the thread then asks again. on_late(i) is
+    called once when such an item is waited for.
+    stopped() is polled during a wait, and ends it and the iterator.
+    wait_until_idle() blocks until the device is idle: only a wait after that counts.
     """
+    closed = threading.Event()
+    late = set()
+
+    def make_when_there(i):
+        item = make(i)
+        if item is None:
+            late.add(i)
+        while item is None and not closed.wait(0.1):
+            item = make(i)
+        return item
+
     pool = ThreadPoolExecutor(1, "data")
-    ahead = deque()
+    ahead = deque(pool.submit(make_when_there, i) for i in range(start, min(start + depth, stop)))
     try:
-        for i in range(start, min(start + depth, stop)):
-            ahead.append(pool.submit(make, i))
         for i in range(start, stop):
             item = ahead.popleft()
-            if item.done() and item.result() is None:  # its data may have come since
-                item = pool.submit(make, i)
             if not item.done():
                 wait_until_idle()
             began = time.perf_counter()
-            is_missing = False
-            # Wait in short pieces, to look for a stop request in between.
-            while not wait([item], timeout=0.1).done or item.result() is None:
+            while not wait([item], timeout=0.2).done:  # short, to look for a stop
                 if stopped():
                     return
-                if item.done() and item.result() is None:  # its data is missing: ask again
-                    if not is_missing:
-                        on_missing(i)
-                    is_missing = True
-                    time.sleep(0.2)
-                    item = pool.submit(make, i)
+                if i in late:
+                    late.remove(i)
+                    on_late(i)
             waited_s = time.perf_counter() - began
             if i + depth < stop:
-                ahead.append(pool.submit(make, i + depth))
+                ahead.append(pool.submit(make_when_there, i + depth))
             yield item.result(), waited_s
     finally:
+        closed.set()
         pool.shutdown(cancel_futures=True)
 
 
@@ -325,82 +284,39 @@ def open_text(parts, cfg):
     """Open the text of a config as {"train": source, "val": {name: source}}.
 
     parts: which of "train" and "val" are needed. "train" is None if it is not in parts and "val"
-    does not come from its files. A validation set without a name is named "".
+    has files of its own. A validation set without a name is named "".
     A source is {
         "n": number of sequences,
-        "dataset": the result of make_dataset or mix,
         "batch": (index, rows, batch_size=cfg.batch_size) -> these rows of a batch,
         "fingerprint": a text that differs when the tokens do,
-        "summary": a text to print,
-        "preview": () -> documents to print, see show_examples,
-        "examples": of validation data, the values per example of a batch, see examples_in,
-        "bytes_per_token": number, or None when unknown,
-        "prompt": () -> ids at the beginning of a sample}.
+        and more, see `make_source`}.
     cfg: any object with the fields under "data" in config.py, and batch_size, eval_batches,
     eval_batch_size, seq_len, vocab_size, seed, cache_dir and out_dir.
     """
-    # By default, ids are the bytes of the text.
     tokenizer = make_cfg_tokenizer(cfg)
     open_files = file_opener(cfg, tokenizer)
-    weights = mixture_weights(cfg.data)
-    # The sets of files, as (field, name, files). A set without a name is named "".
-    train_sets = [("data", name, [name]) for name in weights] or [("data", "", cfg.data)]
-    val_sets = [("val_data", *named) for named in named_sets(cfg.val_data).items()]
-    # Optional: data in buckets.
-    val_sets = fetch_buckets(val_sets, cfg)
-    if "train" in parts or not val_sets:
-        train_sets = fetch_buckets(train_sets, cfg)
-    check_disjoint(train_sets + val_sets)
+    weights, train_sets, val_sets = find_sets(parts, cfg)
 
     # Validation data from files of its own.
     val = {}
-    for field, name, files in val_sets:
-        val[name] = _make_source(open_files(files, field=field), eval_batch_at, cfg, tokenizer)
-    # Training data is not requested, and validation does not come from it: open nothing more.
+    for name, files in val_sets.items():
+        val[name] = make_source(open_files(files, field="val_data"), eval_batch_at, cfg, tokenizer)
     if "train" not in parts and val:
         return {"train": None, "val": val}
 
     # Training data. Without val_data, the last val_frac of each set is validation data.
     datasets = []
-    for field, name, files in train_sets:
-        dataset = open_files(files, field=field)
+    for name, files in train_sets.items():
+        dataset = open_files(files)
         if cfg.val_frac and not val_sets:
             dataset, val_dataset = split(dataset, cfg.val_frac)
-            val[name] = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
+            val[name] = make_source(val_dataset, eval_batch_at, cfg, tokenizer)
         datasets.append(dataset)
     # Optional: several datasets, mixed by weight.
     if weights:
-        dataset = mix(datasets, [*weights.values()])
-    train = _make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
+        dataset = mix(datasets, weights)
+    train = make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
     return {"train": train, "val": val}
-
-
-def file_opener(cfg, tokenizer):
-    """open_dataset with the arguments that a config gives."""
-    seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}
-    seq_format["vocab_size"] = cfg.vocab_size or tokenizer["vocab_size"]
-    return partial(
-        open_dataset, tokenizer=tokenizer, seq_format=seq_format, dtype=cfg.data_dtype,
-        folder=_token_cache_folder(cfg), eod_id=cfg.eod_id, columns=cfg.columns)
-
-
-def _make_source(dataset, build_batch, cfg, tokenizer):
-    """Make the source of a dataset. build_batch: batch_at or eval_batch_at."""
-    def batch(index, rows, batch_size=cfg.batch_size):
-        return build_batch(dataset, index, batch_size, rows=rows)
-
-    batch(0, [0])  # a wrong id is an error before the compilation
-    return {
-        "n": dataset["n"],
-        "dataset": dataset,
-        "batch": batch,
-        "fingerprint": fingerprint(dataset),
-        "summary": describe(dataset),  # optional: summaries
-        "preview": lambda: show_examples(dataset, tokenizer),  # optional: examples
-        "examples": partial(examples_in, dataset),  # optional: values per example
-        "bytes_per_token": bytes_per_token(dataset),
-        "prompt": lambda: preview_prompt(dataset),  # optional: prompts of samples
-    }
 
 
 TOKEN_FILES = (".bin", ".npy")  # suffixes of files of token ids; all other files are text
@@ -425,7 +341,6 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
     if token_files:
         shards += _open_token_files(token_files, seq_format, dtype, eod_id)
     if texts:
-        check_has_end(tokenizer, texts[0])
         shards.append(tokenize_files(texts, tokenizer, folder, columns))
     dataset = make_dataset(shards, seq_format)
     if not may_be_empty:
@@ -434,11 +349,30 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
 
 
 # ---- supporting
-# Every run uses these, but the names say enough for a first reading: the permutation, text files
-# to tokens, token cache, the tokenizer, metrics of text, validation data from training data, sets
-# of files, checks of files and ids, errors.
+# Every run uses these, but the names say enough for a first reading: the permutation, sources, text
+# files to tokens, token cache, the tokenizer, metrics of text, validation data from training data,
+# sets of files, checks of files and ids, errors.
 
 # ---- the permutation
+
+BLOCK = 4096  # examples permuted in one call and cached; one call per batch would be slower
+
+
+def permuted(ranks, n, orders):
+    """The example at each rank in an order of n examples. orders: a text for each, which selects
+    its order. n: a number, or one for each.
+    """
+    sizes = np.broadcast_to(n, ranks.shape)
+    examples = [_permuted_block(rank // BLOCK, size, order)[rank % BLOCK]
+                for rank, size, order in zip(ranks.tolist(), sizes.tolist(), orders)]
+    return np.array(examples, np.int64)
+
+
+@lru_cache(maxsize=256)
+def _permuted_block(block, n, order):
+    first = block * BLOCK
+    return permute(np.arange(first, min(first + BLOCK, n)), n, order)
+
 
 def permute(index, n, order):
     """`index`, an array in [0, n), mapped by the permutation of [0, n) that a text selects.
@@ -477,6 +411,50 @@ def hash64(x, key):
     x = (x ^ key) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+# ---- sources
+
+def file_opener(cfg, tokenizer):
+    """open_dataset with the arguments that a config gives."""
+    seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}
+    seq_format["vocab_size"] = cfg.vocab_size or tokenizer["vocab_size"]
+    return partial(
+        open_dataset, tokenizer=tokenizer, seq_format=seq_format, dtype=cfg.data_dtype,
+        folder=_token_cache_folder(cfg), eod_id=cfg.eod_id, columns=cfg.columns)
+
+
+def make_source(dataset, build_batch, cfg, tokenizer):
+    """The source of a dataset, see `open_text`. It has these keys more:
+        "dataset": the result of make_dataset or mix,
+        "summary": a text to print,
+        "preview": () -> documents to print, see show_examples,
+        "examples": of validation data, the values per example of a batch, see examples_in,
+        "bytes_per_token": number, or None when unknown,
+        "prompt": () -> ids at the beginning of a sample.
+
+    build_batch: batch_at or eval_batch_at.
+    """
+    def batch(index, rows, batch_size=cfg.batch_size):
+        return build_batch(dataset, index, batch_size, rows=rows)
+
+    batch(0, [0])  # a wrong id is an error before the compilation
+    return {
+        "n": dataset["n"],
+        "dataset": dataset,
+        "batch": batch,
+        "fingerprint": fingerprint(dataset),
+        "summary": describe(dataset),  # optional: summaries
+        "preview": lambda: show_examples(dataset, tokenizer),  # optional: examples
+        "examples": partial(examples_in, dataset),  # optional: values per example
+        "bytes_per_token": bytes_per_token(dataset),
+        "prompt": lambda: preview_prompt(dataset),  # optional: prompts of samples
+    }
+
+
+def n_eval_batches(n, batch_size, limit):
+    """The number of batches in an evaluation of n examples. limit: 0 for all of them."""
+    return min(ceil(n / batch_size), limit or n)
 
 
 # ---- text files to tokens
@@ -549,6 +527,7 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
     With packing, make_dataset adds "row_bounds" and "spans", see `_pack_shard`. When packed
     documents are split, both sides keep all tokens and differ in "documents".
     """
+    check_has_end(tokenizer, paths[0])
     name = str(paths[0])
     if len(paths) > 1:
         name += f" and {len(paths) - 1} more"
@@ -1243,6 +1222,23 @@ def _cut_documents(shard, cut):
 
 # ---- sets of files
 
+def find_sets(parts, cfg):
+    """The sets of files that a config names: (weights of the training sets, [] for one without;
+    training sets and validation sets, {name: files}). A set without a name is named "".
+
+    parts: see `open_text`.
+    """
+    weights = mixture_weights(cfg.data)
+    train_sets = {name: [name] for name in weights} or {"": cfg.data}
+    val_sets = named_sets(cfg.val_data)
+    # Optional: data in buckets.
+    val_sets = fetch_buckets("val_data", val_sets, cfg)
+    if "train" in parts or not val_sets:
+        train_sets = fetch_buckets("data", train_sets, cfg)
+    check_disjoint({"data": train_sets, "val_data": val_sets})
+    return [*weights.values()], train_sets, val_sets
+
+
 def mixture_weights(entries):
     """{pattern: weight} of entries PATTERN=WEIGHT, as in cfg.data; {} if no entry has a weight.
 
@@ -1293,14 +1289,15 @@ def _choose_split(folder, field):
 # ---- checks of files and ids
 
 def check_disjoint(sets):
-    """Raise ValueError for a file that is in two of these sets: (field, name, patterns)."""
+    """Raise ValueError for a file in two of these sets: {field: {name: patterns}}."""
     field_of = {}
-    for field, _, patterns in sets:
-        for path in map(os.path.realpath, expand(patterns, lenient=True, field=field)):
-            if path in field_of:
-                raise ValueError(f"{path}: is in two sets, of {field_of[path]} and {field}; take "
-                                 "it out of one")
-            field_of[path] = field
+    for field, named in sets.items():
+        for patterns in named.values():
+            for path in map(os.path.realpath, expand(patterns, lenient=True, field=field)):
+                if path in field_of:
+                    raise ValueError(f"{path}: is in two sets, of {field_of[path]} and {field}; "
+                                     "take it out of one")
+                field_of[path] = field
 
 
 def _check_sequences(dataset):
@@ -2780,12 +2777,12 @@ def _hub_split(library, name, repo, revision, field):
 
 # ---- data in buckets
 
-def fetch_buckets(sets, cfg):
-    """Sets of files, (field, name, patterns), with local paths in place of URLs of buckets."""
-    fetched = []
-    for field, name, patterns in sets:
+def fetch_buckets(field, sets, cfg):
+    """Sets of files, {name: patterns}, with local paths in place of URLs of buckets."""
+    fetched = {}
+    for name, patterns in sets.items():
         paths = [_fetch_objects(str(pattern), field, cfg) for pattern in patterns]
-        fetched.append((field, name, [*chain.from_iterable(paths)]))
+        fetched[name] = [*chain.from_iterable(paths)]
     return fetched
 
 

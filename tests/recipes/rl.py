@@ -135,7 +135,7 @@ def open_prompts(run, parts, cfg):
     """Sources of batches without answers, which `on_event` adds. Puts all prompts and the rewards
     into run.
     """
-    data.check_disjoint([("data", "", cfg.data), ("val_data", "", cfg.val_data)])
+    data.check_disjoint({"data": {"": cfg.data}, "val_data": {"": cfg.val_data}})
     run.update(prompts=[], rewards=load_rewards(cfg))
     sets = {}
     for name, patterns in data.named_sets(cfg.val_data).items():
