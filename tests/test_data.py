@@ -412,7 +412,7 @@ def test_tokenizer_json(tmp_path):
 def test_tokenizer_errors(tmp_path):
     """A file that is no tokenizer, and text without a token to end it, are refused by name.
 
-    Break: data.py: check_has_end(tokenizer, texts[0]) => pass
+    Break: data.py: check_has_end(tokenizer, paths[0]) => pass
     """
     small_bpe(tmp_path / "endless.json", "<pad>")
     write(tmp_path / "other.json", b'{"a": 1}')
@@ -1070,14 +1070,14 @@ def test_weights_of_a_mixture():
 # ---- waiting
 
 def test_prefetch_waits(monkeypatch):
-    """An item that is None is made again, until it is there or the wait is stopped; while the
-    device is busy for 100 s, no wait for data counts.
+    """An item that is None is made again, until it is there or the wait is stopped, and reported
+    once; while the device is busy for 100 s, no wait for data counts.
 
-    Break: data.py: timeout=0.1).done or item.result() is None: => timeout=0.1).done:
+    Break: data.py: while item is None and not closed.wait(0.1): => while False:
     """
-    answers = {0: iter([None, None, "a"]), 1: iter([None, "b"])}  # 1 has come when it is needed
+    answers = {0: iter([None, None, "a"]), 1: iter(["b"])}
     reported = []
-    items = data.prefetch(lambda i: next(answers[i]), 0, 2, on_missing=reported.append)
+    items = data.prefetch(lambda i: next(answers[i]), 0, 2, on_late=reported.append)
     assert [item for item, _ in items] == ["a", "b"]
     assert reported == [0]
     stop = threading.Event()
