@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches as a function of the step.
 
-Owns the order of training, tokenized text, evaluation batches, and placement on devices. Invariant:
-`batch_at(dataset, step, ...)` depends on its arguments alone, without iterator state.
+Owns tokenized text, the order of training, evaluation batches, and placement on devices. Invariant:
+`batch_at(dataset, step, ...)` depends on its arguments alone.
 """
 import contextlib
 import fcntl
@@ -40,19 +40,16 @@ from tqdm import tqdm
 #       batch = source["batch"](step, rows)                NumPy: the rows of this process
 #       to_device(batch, shardings, rows, batch_size)      global arrays, sharded over the mesh
 #
-# Words:
-#   shard      an array of tokens that stays on disk, with facts about it: see `tokenize_files`
-#   dataset    shards cut into sequences of seq_len tokens: see `make_dataset`
-#   example    the index of a sequence in its dataset; the shuffle selects one for each draw
-#   draw       a row, counted over all batches: row r of batch `step` is step * batch_size + r
-#   source     a function from step to batch, with facts about its data: see `open_text`
+# A shard is an array of tokens on disk, with more about it: see `tokenize_files`.
+# A dataset is shards cut into sequences. An example is the index of a sequence in it.
+# A draw is a row counted over all batches; the shuffle selects an example for it.
 
-IGNORE = -100  # label ignored by the loss, as in model.py; repeated, so that this file works alone
+IGNORE = -100  # label ignored by the loss, as in model.py: this file works alone
 
 
 # ---- batches
 
-# How shards become sequences: fields of config.py, with defaults for callers without a Config.
+# How shards become sequences: fields of config.py.
 SEQ_FORMAT = {
     "seq_len": 1,
     "vocab_size": 0,  # 0: ids are not checked
@@ -64,18 +61,17 @@ SEQ_FORMAT = {
 
 
 def batch_at(dataset, step, batch_size, seed=0, rows=None):
-    """Build `rows` (default: all) of training batch `step`: int32 arrays [rows, seq_len].
+    """Build `rows` (default: all) of training batch `step`: {name: int32 [rows, seq_len]}.
 
-    They are "tokens" and "labels"; with document_mask or packing also "segments" (number of the
-    document in its row, from 1; 0: padding) and "positions" (in the document).
-    Raises ValueError for an id that is not below vocab_size, and for a changed file.
+    Names: "tokens", "labels"; with document_mask or packing also "segments" (number of the document
+    in its row, from 1; 0: padding) and "positions" (in the document).
     """
     return read_sequences(dataset, sequences_at(dataset, step, batch_size, seed, rows))
 
 
 def sequences_at(dataset, step, batch_size, seed=0, rows=None):
-    """The examples in `rows` (default: all) of training batch `step`."""
-    # Optional: several datasets, mixed by weight.
+    """The examples in `rows` of training batch `step`."""
+    # Optional: datasets mixed by weight.
     if "mixture" in dataset:
         return _mixture_examples(dataset["mixture"], draws_at(step, batch_size, rows), seed)
     return examples_at(step, batch_size, dataset["n"], seed, rows)
@@ -88,10 +84,9 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
         "n": number of sequences,
         "cum_counts": [shards], number of sequences up to the end of each shard,
         "lengths": [shards], number of tokens in each}.
-    With packing "stream", 10 tokens and seq_len 4 give three sequences of successive tokens. They
-    start at 0, 4 and 5: the last one begins earlier, to fit, and ignores the labels that it
-    repeats. The labels are tokens 1 to 4, 5 to 8, and 9.
-    With other packing, documents stay together: see `pack`.
+    A shard of 10 tokens has three sequences of seq_len 4. They start at 0, 4 and 5: the last one
+    begins earlier, to fit, and ignores the labels that it repeats. The labels are tokens 1 to 4, 5
+    to 8, and 9. Packed documents stay together: see `pack`.
     """
     seq_format = SEQ_FORMAT | seq_format
     T = seq_format["seq_len"]
@@ -106,13 +101,13 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
 
 
 def read_sequences(dataset, examples):
-    """Build the batch of these examples (int64)."""
+    """Build the batch of these examples."""
     shard_of, offsets = locate(dataset, examples)
     shards = [dataset["shards"][i] for i in shard_of.tolist()]
-    for shard in shards[:2]:  # a check costs as much as a row; other batches check other shards
+    for shard in shards[:2]:  # a check costs as much as a row
         _check_unchanged(shard)
     if dataset["seq_format"]["packing"] == "stream":
-        # The last sequence of a shard begins earlier, to fit: at 5, not 8, of 10 tokens.
+        # The last sequence begins earlier: at 5, not 8, of 10 tokens.
         T = dataset["seq_format"]["seq_len"]
         starts = np.minimum(offsets * T, dataset["lengths"][shard_of] - 1 - T)
         return _stream_batch(shards, starts, offsets * T - starts, dataset["seq_format"])
@@ -127,11 +122,10 @@ def locate(dataset, examples):
 
 
 def _stream_batch(shards, starts, n_repeated, seq_format):
-    """Build a batch of successive tokens. Of each row: its shard, its first token in the shard, and
-    the number of labels that the sequence before has, too.
+    """Build a batch of successive tokens. For each row: its shard, its first token there, and the
+    number of labels to ignore.
     """
-    # A row of T + 1 ids holds the tokens and, shifted by one, the labels. It is int64 until it is
-    # checked: a wrong id may not fit into int32.
+    # T + 1 ids are the tokens and, shifted by one, the labels. A wrong id may not fit into int32.
     T = seq_format["seq_len"]
     ids = np.empty((len(shards), T + 1), np.int64)
     for row, shard, start in zip(ids, shards, starts.tolist()):
@@ -154,9 +148,7 @@ def _stream_batch(shards, starts, n_repeated, seq_format):
 
 
 def eval_batch_at(dataset, index, batch_size, rows=None):
-    """Build evaluation batch `index` as batch_at does: each sequence once, in a fixed order.
-
-    After the last sequence, all labels are ignored.
+    """Build evaluation batch `index`: each sequence once. After the last one, labels are ignored.
     """
     examples, valid = eval_examples_at(index, batch_size, dataset["n"], rows)
     batch = read_sequences(dataset, examples)
@@ -166,9 +158,8 @@ def eval_batch_at(dataset, index, batch_size, rows=None):
 
 # ---- the shuffle
 
-# Draws 0 to n - 1 are the first epoch of n examples, draws n to 2n - 1 the second. Each epoch is a
-# pseudorandom permutation of [0, n), which a text selects: no list of n examples is shuffled or
-# stored. See `permute`.
+# Draws 0 to n - 1 are the first epoch of n examples, draws n to 2n - 1 the second. A text selects the
+# order of each: see `permute`. No list of n examples is stored.
 
 
 def draws_at(step, batch_size, rows):
@@ -178,18 +169,15 @@ def draws_at(step, batch_size, rows):
 
 
 def examples_at(step, batch_size, n, seed=0, rows=None):
-    """The examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
+    """The examples (int64 in [0, n)) in `rows` of training batch `step`.
 
-    Each comes once per epoch. The last batch of an epoch is filled from the next epoch.
+    The last batch of an epoch is filled from the next one.
     """
     return shuffled(draws_at(step, batch_size, rows), n, seed)
 
 
 def shuffled(draws, n, seed):
-    """The example of each draw: epoch after epoch, each in a different order.
-
-    n: number of examples; in mixtures an array with the number for each draw.
-    """
+    """The example of each draw. n: number of examples; in mixtures an array, for each draw."""
     epochs, ranks = np.divmod(draws, n)
     return permuted(ranks, n, [f"({seed}, {epoch})" for epoch in epochs.tolist()])
 
@@ -197,8 +185,7 @@ def shuffled(draws, n, seed):
 def eval_examples_at(index, batch_size, n, rows=None):
     """The examples in `rows` of evaluation batch `index`, and the mask of rows that count.
 
-    Each counts once. The order is fixed, and shuffled: the first few batches are a fair sample.
-    After the last example they repeat with a mask of False.
+    The order is fixed, and shuffled, so that the first batches are a fair sample.
     """
     draws = draws_at(index, batch_size, rows)
     return permuted(draws % n, n, ["held out"] * len(draws)), draws < n
@@ -214,35 +201,33 @@ def local_rows(sharding, shape):
 
 
 def to_device(batch, shardings, rows, batch_size):
-    """Make global arrays [batch_size, ...] of any rank from the local rows that `batch` has.
+    """Make global arrays [batch_size, ...] from the local rows in `batch`.
 
-    shardings: {name: sharding}. rows: from local_rows; row i of `batch` is global row rows[i].
+    rows: their indices, see local_rows.
     """
     arrays = {}
     for name, x in batch.items():
-        # JAX calls _device_slice for the devices of this process only: it needs no other rows.
+        part = partial(_device_slice, x, rows, batch_size)
         shape = (batch_size, *x.shape[1:])
-        arrays[name] = jax.make_array_from_callback(
-            shape, shardings[name], partial(_device_slice, x, rows, batch_size))
+        arrays[name] = jax.make_array_from_callback(shape, shardings[name], part)
     return arrays
 
 
 def _device_slice(x, rows, batch_size, index):
     """The part of the local rows x for the device with the slice `index` of the global array."""
     first, last, _ = index[0].indices(batch_size)
-    # The rows of a device are consecutive, so they are consecutive in `rows` too.
+    # The rows of a device are consecutive, also in `rows`.
     start, stop = np.searchsorted(rows, (first, last))
     return x[(slice(start, stop), *index[1:])]
 
 
 def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=lambda: None,
              on_late=lambda i: None):
-    """Yield (make(i), seconds waited for it) for i in [start, stop). A thread makes `depth` ahead.
+    """Yield (make(i), seconds waited) for i in [start, stop). A thread makes `depth` ahead.
 
-    make(i) returns None while its data has not come; the thread then asks again. on_late(i) is
-    called once when such an item is waited for.
-    stopped() is polled during a wait, and ends it and the iterator.
-    wait_until_idle() blocks until the device is idle: only a wait after that counts.
+    make(i) returns None while its data has not come; the thread asks again. on_late(i) is called
+    once if an item is waited for then. stopped() is polled during a wait, and ends the iterator.
+    wait_until_idle() blocks until the device is idle: only the wait after that counts.
     """
     closed = threading.Event()
     late = set()
@@ -269,10 +254,9 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
                 if i in late:
                     late.remove(i)
                     on_late(i)
-            waited_s = time.perf_counter() - began
             if i + depth < stop:
                 ahead.append(pool.submit(make_when_there, i + depth))
-            yield item.result(), waited_s
+            yield item.result(), time.perf_counter() - began
     finally:
         closed.set()
         pool.shutdown(cancel_futures=True)
@@ -283,28 +267,23 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
 def open_text(parts, cfg):
     """Open the text of a config as {"train": source, "val": {name: source}}.
 
-    parts: which of "train" and "val" are needed. "train" is None if it is not in parts and "val"
-    has files of its own. A validation set without a name is named "".
-    A source is {
+    parts: which of "train" and "val" are needed. A set without a name is named "". A source is {
         "n": number of sequences,
         "batch": (index, rows, batch_size=cfg.batch_size) -> these rows of a batch,
-        "fingerprint": a text that differs when the tokens do,
-        and more, see `make_source`}.
-    cfg: any object with the fields under "data" in config.py, and batch_size, eval_batches,
-    eval_batch_size, seq_len, vocab_size, seed, cache_dir and out_dir.
+        "fingerprint": a text that differs when the tokens do, and more: see `make_source`}.
     """
     tokenizer = make_cfg_tokenizer(cfg)
     open_files = file_opener(cfg, tokenizer)
     weights, train_sets, val_sets = find_sets(parts, cfg)
 
-    # Validation data from files of its own.
+    # Validation data from its own files.
     val = {}
     for name, files in val_sets.items():
         val[name] = make_source(open_files(files, field="val_data"), eval_batch_at, cfg, tokenizer)
     if "train" not in parts and val:
         return {"train": None, "val": val}
 
-    # Training data. Without val_data, the last val_frac of each set is validation data.
+    # Training data. Without val_data, the last val_frac of each set is for validation.
     datasets = []
     for name, files in train_sets.items():
         dataset = open_files(files)
@@ -312,34 +291,30 @@ def open_text(parts, cfg):
             dataset, val_dataset = split(dataset, cfg.val_frac)
             val[name] = make_source(val_dataset, eval_batch_at, cfg, tokenizer)
         datasets.append(dataset)
-    # Optional: several datasets, mixed by weight.
+    # Optional: datasets mixed by weight.
     if weights:
         dataset = mix(datasets, weights)
     train = make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
     return {"train": train, "val": val}
 
 
-TOKEN_FILES = (".bin", ".npy")  # suffixes of files of token ids; all other files are text
+TOKEN_FILES = (".bin", ".npy")  # suffixes of files of token ids; all others are text
 
 
 def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
                  folder=".token_cache", eod_id=-1, may_be_empty=False, columns=(), field="data"):
-    """Open text documents and token files.
+    """Open text documents as one shard, tokenized into `folder` once, and each token file as one.
 
-    patterns: files, globs or dataset folders; empty: the standard library. All documents form one
-    shard, tokenized into `folder` once. Each token file is a shard. dtype: of .bin files. eod_id:
-    the id between their documents; -1 when unknown. columns: see `rows_in`. field: see `expand`.
-    Raises ValueError naming the file that is missing, malformed, or too short for a sequence with a
-    label (unless may_be_empty).
+    patterns, field: see `expand`. dtype: of .bin files. eod_id: the id between their documents; -1:
+    unknown. columns: see `rows_in`. may_be_empty: no sequence has to have a label.
     """
-    seq_format = SEQ_FORMAT | seq_format
     paths = expand(patterns, field=field) if patterns else _standard_library()
     token_files = [path for path in paths if path.suffix.lower() in TOKEN_FILES]
     texts = [path for path in paths if path.suffix.lower() not in TOKEN_FILES]
     shards = []
     # Optional: files of token ids.
     if token_files:
-        shards += _open_token_files(token_files, seq_format, dtype, eod_id)
+        shards += _open_token_files(token_files, SEQ_FORMAT | seq_format, dtype, eod_id)
     if texts:
         shards.append(tokenize_files(texts, tokenizer, folder, columns))
     dataset = make_dataset(shards, seq_format)
@@ -416,7 +391,11 @@ def hash64(x, key):
 # ---- sources
 
 def file_opener(cfg, tokenizer):
-    """open_dataset with the arguments that a config gives."""
+    """open_dataset with the arguments that a config gives.
+
+    cfg: as for `open_text`, any object with the fields under "data" in config.py, and batch_size,
+    eval_batches, eval_batch_size, seq_len, vocab_size, seed, cache_dir and out_dir.
+    """
     seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}
     seq_format["vocab_size"] = cfg.vocab_size or tokenizer["vocab_size"]
     return partial(
