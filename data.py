@@ -511,12 +511,10 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
     if len(paths) > 1:
         name += f" and {len(paths) - 1} more"
     cached = Path(folder, _cache_key(paths, tokenizer, columns))
+    write = partial(_write_shard, paths, tokenizer, columns)
     read = partial(_read_shard, cached, tokenizer["dtype"])
-    shard = read()  # also works on a read-only disk
-    if shard is None:
-        write = partial(_write_shard, paths, tokenizer, columns)
-        with as_value_error(f"{name}: cannot be tokenized into --token_cache {folder}", OSError):
-            shard = _write_once(cached, write, read)
+    with as_value_error(f"{name}: cannot be tokenized into --token_cache {folder}", OSError):
+        shard = _write_once(cached, write, read)
     return shard | {"name": name, "token_offset": 0, "path": cached / "tokens", "paths": paths}
 
 
@@ -627,8 +625,8 @@ def _write_documents(records, tokenizer, files):
 def _cut_ends(record, begin, eos, is_first, tokenizer):
     """Take the id `begin` from the beginning of a text, and eos from its end, out of its record."""
     ids = record["ids"]
-    first = int(is_first and len(ids) > 0 and ids[0] == begin)
-    last = len(ids) - int(record["is_last"] and len(ids) > first and ids[-1] == eos)
+    first = int(is_first and begin in ids[:1])
+    last = len(ids) - int(record["is_last"] and eos in ids[first:][-1:])
     if last - first < len(ids):
         cut = np.concatenate([ids[:first], ids[last:]])
         record["n_bytes"] -= len(tokenizer["decode"](cut).encode())
@@ -824,9 +822,9 @@ def rows_in(path, size, columns=()):
     NAME=COLUMN; rows of other files then have only the value of COLUMN under NAME.
     """
     # Optional: tables, and JSON.
-    read_rows = _row_reader(path, columns)
-    if read_rows:
-        for where, row in read_rows(path):
+    rows = _rows_of_format(path, columns)
+    if rows:
+        for where, row in rows:
             yield where, _named_columns(row, columns, where) if columns else row, True
     else:
         with _open_utf8(path) as file:
@@ -841,28 +839,20 @@ def _named_columns(row, columns, where):
         return {name: row[column] for name, column in pairs}
 
 
-def _file_kind(path):
-    """The name of a file in lower case, without the suffix of compression."""
-    return path.name.lower().removesuffix(".gz").removesuffix(".zst")
-
-
 @contextlib.contextmanager
 def _open_utf8(path):
-    """Open a text file. Errors in reading it are ValueErrors that name it."""
-    with (as_value_error(f"{path}: cannot be read (not UTF-8, cut off, or zstd --long?)", OSError,
-                         EOFError, zlib.error, UnicodeDecodeError),
-          io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline="\n") as file):
-        yield file
-
-
-def _open_bytes(path):
-    """Open a file for reading, decompressed."""
-    if path.suffix.lower() == ".gz":
-        return gzip.open(path)
-    if path.suffix.lower() == ".zst":
-        # pyarrow's reader detects a truncated file, zstandard's does not.
-        return require("pyarrow", path).input_stream(str(path), compression="zstd")
-    return open(path, "rb")
+    """Open a text file, decompressed. Errors in reading it are ValueErrors that name it."""
+    with as_value_error(f"{path}: cannot be read (not UTF-8, cut off, or zstd --long?)", OSError,
+                        EOFError, zlib.error, UnicodeDecodeError):
+        if path.suffix.lower() == ".gz":
+            content = gzip.open(path)
+        elif path.suffix.lower() == ".zst":
+            # pyarrow's reader detects a truncated file, zstandard's does not.
+            content = require("pyarrow", path).input_stream(str(path), compression="zstd")
+        else:
+            content = open(path, "rb")
+        with io.TextIOWrapper(content, encoding="utf-8-sig", newline="\n") as file:
+            yield file
 
 
 def _text_pieces(file, size):
@@ -933,6 +923,9 @@ def _write_once(folder, write, read):
     """Make `folder` by write(temporary folder), unless read() finds it complete; return what read()
     then returns. Of several processes one writes, and the others wait for its lock.
     """
+    found = read()  # without a lock: the disk may be read-only
+    if found is not None:
+        return found
     temporary = folder.with_suffix(".partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w", encoding="utf-8") as lock:
@@ -945,7 +938,7 @@ def _write_once(folder, write, read):
                 temporary.rename(folder)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-        return read()
+    return read()
 
 
 # ---- the tokenizer
@@ -1181,9 +1174,7 @@ def _cut_tokens(shard, cut, seq_len):
     if len(shard["tokens"]) - cut <= seq_len:
         return shard, None
 
-    names = [name for name in ("tokens", "ignored") if name in shard]
-    first = shard | {name: shard[name][:cut] for name in names}
-    second = shard | {name: shard[name][cut:] for name in names}
+    first, second = _cut_arrays(shard, ("tokens", "ignored"), cut)
     second["token_offset"] += cut  # "documents" count tokens from the start of the shard
     return first, second
 
@@ -1194,9 +1185,14 @@ def _cut_documents(shard, cut):
     n_first = len(documents)
     if cut < len(shard["tokens"]):  # the second side gets a document
         n_first = min(np.searchsorted(documents[:, 0], cut), n_first - 1)
-    names = [name for name in ("documents", "sources") if name in shard]
-    return (shard | {name: shard[name][:n_first] for name in names},
-            shard | {name: shard[name][n_first:] for name in names})
+    return _cut_arrays(shard, ("documents", "sources"), n_first)
+
+
+def _cut_arrays(shard, names, n):
+    """Two copies of a shard: with the first n items of these arrays, and with the others."""
+    arrays = {name: shard[name] for name in names if name in shard}
+    return [shard | {name: x[part] for name, x in arrays.items()}
+            for part in (slice(n), slice(n, None))]
 
 
 # ---- sets of files
@@ -2070,10 +2066,10 @@ def _ignore_outside(record, offsets, tokenizer):
 # ---- summaries
 
 def describe(dataset):
-    """A summary of a dataset in a few lines: what was read, what was skipped, and which tokens are
+    """A summary of a dataset in a few lines: what was read, what was skipped, and how many tokens are
     labels.
     """
-    # Optional: several datasets, mixed by weight.
+    # Optional: datasets mixed by weight.
     if "mixture" in dataset:
         return _describe_mixture(dataset["mixture"])
     if dataset["seq_format"]["packing"] == "stream":
@@ -2083,25 +2079,20 @@ def describe(dataset):
     for shard in dataset["shards"]:
         if not shard["token_offset"]:  # the second part of a split has the same counts
             facts += [f"{n:,} {name}" for name, n in shard.get("counts", {}).items() if n]
-    lines = [", ".join(facts)]
+    text = ", ".join(facts)
     # Optional: tokens that are not labels.
     if any("ignored" in shard for shard in dataset["shards"]):
-        lines.append(_describe_labels(dataset))
-    return "\n".join(lines)
-
-
-def _describe_labels(dataset):
-    """The fraction of labels in the first sequences, without padding."""
-    batch = _first_sequences(dataset)
-    n_labels = np.count_nonzero(batch["labels"] != IGNORE)
-    n_tokens = np.count_nonzero(batch.get("segments", np.ones_like(batch["tokens"])))
-    return f"{n_labels / n_tokens:.1%} of the tokens are labels"
+        batch = _first_sequences(dataset)
+        fraction = (batch["labels"] != IGNORE).sum() / np.count_nonzero(batch["segments"])
+        text += f"\n{fraction:.1%} of the tokens are labels"
+    return text
 
 
 def _first_sequences(dataset):
-    """The batch of the first sequences, about 2^20 tokens: for summaries."""
+    """The batch of the first sequences, about 2^20 tokens, always with "segments"."""
     n = min(dataset["cum_counts"][-1], 1 + 2**20 // dataset["seq_format"]["seq_len"])
-    return read_sequences(dataset, np.arange(n))
+    batch = read_sequences(dataset, np.arange(n))
+    return {"segments": np.ones_like(batch["tokens"])} | batch
 
 
 # ---- examples
@@ -2118,7 +2109,7 @@ def show_examples(dataset, tokenizer):
     batch = _first_sequences(dataset)
     is_label = batch["labels"] != IGNORE
     for row in np.flatnonzero(is_label.any(axis=1))[:N_SHOWN]:
-        segments = batch.get("segments", np.ones_like(is_label))[row]
+        segments = batch["segments"][row]
         shown = segments == segments[np.argmax(is_label[row])]
         # The label after the last token is shown, too.
         ids = np.append(batch["tokens"][row, shown], batch["labels"][row, shown][-1])
@@ -2314,11 +2305,9 @@ def preview_prompt(dataset):
     first evaluation row; for prompts and chats up to its first label.
     """
     batch = eval_batch_at(dataset, 0, 1)
-    ids, labels = batch["tokens"][0], batch["labels"][0]
-    # Optional: rows with several documents. Take the first one.
-    if "segments" in batch:
-        is_first = batch["segments"][0] == 1
-        ids, labels = ids[is_first], labels[is_first]
+    # Of several documents in a row, the first one.
+    segments = batch.get("segments", np.ones_like(batch["tokens"]))
+    ids, labels = batch["tokens"][segments == 1], batch["labels"][segments == 1]
     n_before = int(np.argmax(labels != IGNORE)) + 1  # ids before the first label
     if n_before == 1:  # text
         n_before = min(PREVIEW_TOKENS, len(ids) // 2)
@@ -2331,37 +2320,31 @@ JSON_FILES = (".json", ".jsonl", ".ndjson")
 JSON_OBJECT = re.compile(r'\{\s*".*\}')  # a line with one, or so it seems
 
 
-def _row_reader(path, columns):
-    """The function that yields (where, row) for the rows of a file or folder; None for a text file.
-    columns: see `rows_in`.
+def _rows_of_format(path, columns):
+    """An iterator over (where, row) of a table or a JSON file; None for a text file. columns: see
+    `rows_in`.
     """
-    kind = _file_kind(path)
-    if kind.endswith((".csv", ".tsv")):
+    name = path.name.lower().removesuffix(".gz").removesuffix(".zst")
+    if name.endswith((".csv", ".tsv")):
         raise ValueError(f"{path}: must be .jsonl or .parquet; convert it by "
                          f"pandas.read_csv({str(path)!r}).to_parquet('rows.parquet')")
-    if path.is_dir() or kind.endswith((".parquet", ".arrow", ".feather")):
-        return partial(_table_rows, columns=columns)
+    if path.is_dir() or name.endswith((".parquet", ".arrow", ".feather")):
+        return _table_rows(path, columns)
     # JSON may have any name. If most of its first lines are objects, the others are errors.
-    lines = _first_lines(path)
+    with _open_utf8(path) as file:
+        lines = list(islice(filter(None, map(str.strip, file)), 3))
     n_objects = sum(bool(JSON_OBJECT.fullmatch(line.strip("[],"))) for line in lines)
-    if kind.endswith(JSON_FILES) or n_objects > len(lines) / 2:
-        return _json_rows
+    if name.endswith(JSON_FILES) or n_objects > len(lines) / 2:
+        return _json_rows(path, is_lines=not lines or JSON_OBJECT.fullmatch(lines[0]))
     return None
 
 
-def _first_lines(path):
-    """The first lines of a text file that are not blank."""
-    with _open_utf8(path) as file:
-        return list(islice(filter(None, map(str.strip, file)), 3))
-
-
-def _json_rows(path):
-    """Yield the rows of a JSON file: one a line; or, if its first line is not an object, the one
-    value in the file, or its items if it is an array.
+def _json_rows(path, is_lines):
+    """Yield the rows of a JSON file: one a line; or the one value in the file, or its items if it
+    is an array.
     """
-    first_lines = _first_lines(path)
     with _open_utf8(path) as file:
-        if not first_lines or JSON_OBJECT.fullmatch(first_lines[0]):
+        if is_lines:
             for i, line in enumerate(file, 1):
                 if line.strip():
                     where = f"{path} line {i}"
@@ -2822,6 +2805,5 @@ def _fetch_object(store, folder, name):
     version = version_now()
     key = json.dumps([store.spec().to_json(), name, version.hex()])
     path = Path(folder, hashlib.sha256(key.encode()).hexdigest()[:20], Path(name).name)
-    if not path.exists():
-        _write_once(path.parent, write, lambda: path.exists() or None)
+    _write_once(path.parent, write, lambda: path.exists() or None)
     return str(path)

@@ -690,8 +690,8 @@ def test_a_long_text_has_short_pieces():
 def test_a_truncated_or_corrupted_zst(tmp_path):
     """Text in one frame or two is read; truncated or corrupted, it is an error.
 
-    Break: data.py: return require("pyarrow", path).input_stream(str(path), compression="zstd") =>
-    return require("zstandard", path).open(path, "rb")
+    Break: data.py: = require("pyarrow", path).input_stream(str(path), compression="zstd") =>
+    = require("zstandard", path).open(path, "rb")
     """
     frames = zstandard.compress(b"one two\n" * 999) + zstandard.compress(b"three\n")
     path = write(tmp_path / "x.txt.zst", frames)
@@ -924,7 +924,7 @@ def test_best_fit():
 def test_split_of_whole_documents(documents):
     """With packing, validation data is complete documents, and training has none of them.
 
-    Break: data.py: shard[name][:n_first] for => shard[name][: n_first + 1] for
+    Break: data.py: for part in (slice(n), slice(n, None))] => for part in (slice(n), slice(n + 1, None))]
     """
     make, texts = documents
     parts = [data.eval_batch_at(part, 0, part["n"]) for part in data.split(make(seq_len=50), 0.3)]
