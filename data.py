@@ -570,7 +570,17 @@ def _write_documents(records, tokenizer, files):
     """
     bos = tokenizer["bos"]
     eos = tokenizer["eos"]
-    append = partial(_append_ids, files["tokens"], files["ignored"], tokenizer["dtype"])
+    dtype = tokenizer["dtype"]
+
+    def append(ids, is_ignored):
+        """Append ids, and for each or for all whether it is no label; return the number so far."""
+        n = files["tokens"].tell() // dtype.itemsize
+        if np.any(is_ignored):
+            files["ignored"].seek(n)  # the bytes in between read as zeros
+            files["ignored"].write(np.full(len(ids), is_ignored, np.uint8))
+        files["tokens"].write(np.asarray(ids, dtype))
+        return n + len(ids)
+
     counts = Counter({"documents": 0, "empty skipped": 0})
     is_first = True  # the next record begins a document
     last_kind = ""  # of the document before
@@ -633,18 +643,6 @@ def _cut_ends(record, begin, eos, is_first, tokenizer):
         record["ids"] = ids[first:last]
         if np.ndim(record["ignored"]):
             record["ignored"] = record["ignored"][first:last]
-
-
-def _append_ids(tokens, ignored, dtype, ids, is_ignored):
-    """Append ids to the file `tokens`, and a mask to the file `ignored`: which ids are not labels,
-    one bool for each id or for all. Return the number of tokens so far.
-    """
-    n = tokens.tell() // dtype.itemsize
-    if np.any(is_ignored):
-        ignored.seek(n)  # the bytes in between read as zeros
-        ignored.write(np.full(len(ids), is_ignored, np.uint8))
-    tokens.write(np.asarray(ids, dtype))
-    return n + len(ids)
 
 
 MOST_ROWS = 512  # records that are encoded together: a tokenizer's library uses all cores
@@ -806,11 +804,11 @@ def encode_records(records, tokenizer):
     that is not a label, or one bool for all ids.
     """
     # All texts in one list: a tokenizer's library uses all cores for a list.
-    texts = [record for record in records if record["kind"] == "text"]
+    texts = [record for record in records if record["kind"] in ("text", "pair")]
     encoded = tokenizer["encode_batch"]([record["text"] for record in texts])
     for record, ids in zip(texts, encoded):
         record.update(ids=ids, ignored=False)
-    _encode_pairs_and_chats(records, tokenizer)  # optional: prompts and chats
+    _encode_completions_and_chats(records, tokenizer)  # optional: prompts and chats
     return records
 
 
@@ -1008,9 +1006,9 @@ def _read_tokenizer(name, eos_token, written_at):
         return text
 
     encode_batch = partial(as_arrays, library["encode_batch"])
-    continuations = library.get("encode_continuations", library["encode_batch"])
     special_tokens = library.get("special_tokens", {})
     defaults = {
+        "encode_continuations": library["encode_batch"],
         "encode_with_offsets": lambda texts: [],  # without a chat template there are no chats
         "bos": None, "stops": {eos} - {None}, "special_tokens": special_tokens,
         "openings": {*special_tokens.values()}, "chat": lambda: None, "key": name,
@@ -1020,7 +1018,7 @@ def _read_tokenizer(name, eos_token, written_at):
     return tokenizer | {
         "name": name, "key": [tokenizer["key"], eos_token], "dtype": dtype, "decode": decode,
         "encode": lambda text: encode_batch([text])[0], "encode_batch": encode_batch,
-        "encode_continuations": partial(as_arrays, continuations),
+        "encode_continuations": partial(as_arrays, tokenizer["encode_continuations"]),
     }
 
 
@@ -1665,14 +1663,13 @@ def _read_prompt_or_chat(form, row, tokenizer):
     return {"kind": "chat", "text": text, "spans": spans, "has_end": has_end}
 
 
-def _encode_pairs_and_chats(records, tokenizer):
-    """Add "ids" and "ignored" to the records of prompts with completions, and of chats."""
+def _encode_completions_and_chats(records, tokenizer):
+    """Add the completions to "ids" and "ignored" of prompts; add both to records of chats."""
     pairs = [record for record in records if record["kind"] == "pair"]
-    prompts = tokenizer["encode_batch"]([record["text"] for record in pairs])
     completions = tokenizer["encode_continuations"]([record["completion"] for record in pairs])
-    for record, prompt, completion in zip(pairs, prompts, completions):
-        record["ids"] = np.concatenate([prompt, completion])
-        record["ignored"] = np.repeat([1, 0], [len(prompt), len(completion)])
+    for record, ids in zip(pairs, completions):
+        record["ignored"] = np.repeat([1, 0], [len(record["ids"]), len(ids)])
+        record["ids"] = np.concatenate([record["ids"], ids])
 
     chats = [record for record in records if record["kind"] == "chat"]
     encoded = tokenizer["encode_with_offsets"]([record["text"] for record in chats])
@@ -2514,9 +2511,7 @@ def _hf_tokenizer(name, eos_token):
     # with token files. A model tuned on chats may end a text by several ids.
     eos_name = eos_token or (loaded and loaded.eos_token)
     known = [i for i in map(tok.token_to_id, EOS_NAMES) if i is not None][:1]
-    eos = tok.token_to_id(eos_name) if eos_name else None
-    if not eos_name and known:
-        eos = known[0]
+    eos = tok.token_to_id(eos_name) if eos_name else next(iter(known), None)
     generation = Path(name, "generation_config.json")
     settings = json.loads(generation.read_bytes()) if generation.is_file() else {}
     stops = {eos, *known, *np.ravel(settings.get("eos_token_id", [])).tolist()} - {None}
