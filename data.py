@@ -38,7 +38,7 @@ from tqdm import tqdm
 #   source = open_text(("train", "val"), cfg)["train"]     once
 #   for batch, waited_s in prefetch(...):                  a thread makes two batches ahead:
 #       batch = source["batch"](step, rows)                NumPy: the rows of this process
-#       to_device(batch, shardings, rows, batch_size)      global arrays, sharded over the mesh
+#       to_device(batch, shardings, batch_size)            global arrays, sharded over the mesh
 #
 # A shard is an array of tokens on disk, with more about it: see `tokenize_files`.
 # A dataset is shards cut into sequences. An example is the index of a sequence in it.
@@ -200,25 +200,13 @@ def local_rows(sharding, shape):
     return np.unique(np.concatenate([all_rows[index[0]] for index in indices]))
 
 
-def to_device(batch, shardings, rows, batch_size):
-    """Make global arrays [batch_size, ...] from the local rows in `batch`.
-
-    rows: their indices, see local_rows.
-    """
+def to_device(batch, shardings, batch_size):
+    """Make global arrays [batch_size, ...] of a batch, which has the rows of `local_rows`."""
     arrays = {}
     for name, x in batch.items():
-        part = partial(_device_slice, x, rows, batch_size)
         shape = (batch_size, *x.shape[1:])
-        arrays[name] = jax.make_array_from_callback(shape, shardings[name], part)
+        arrays[name] = jax.make_array_from_process_local_data(shardings[name], x, shape)
     return arrays
-
-
-def _device_slice(x, rows, batch_size, index):
-    """The part of the local rows x for the device with the slice `index` of the global array."""
-    first, last, _ = index[0].indices(batch_size)
-    # The rows of a device are consecutive, also in `rows`.
-    start, stop = np.searchsorted(rows, (first, last))
-    return x[(slice(start, stop), *index[1:])]
 
 
 def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=lambda: None,
@@ -441,26 +429,26 @@ def n_eval_batches(n, batch_size, limit):
 def expand(patterns, lenient=False, field="data"):
     """The matching files, sorted within each pattern, each file once.
 
-    field: the name of the flag, for the error and to choose a split. Raises ValueError for a
-    pattern without a match, unless lenient.
+    patterns: files, globs or dataset folders. field: the name of the flag, for the error and to
+    choose a split. Raises ValueError for a pattern without a match, unless lenient.
     """
     paths = {}  # by real path: a link counts as its target
     for pattern in map(str, patterns):
         pattern = hub_path(pattern, field=field)  # optional: names on the Hub
-        is_found = False
+        found = {}
         for name in _matches(pattern):
             # Optional: a folder with splits, written by the datasets library.
             if os.path.isfile(os.path.join(name, "dataset_dict.json")):
                 name = _choose_split(name, field)
             # A folder written by the datasets library has a state.json.
             if os.path.isfile(name) or os.path.isfile(os.path.join(name, "state.json")):
-                paths[os.path.realpath(name)] = Path(name)
-                is_found = True
-        if not is_found and not lenient:
+                found[os.path.realpath(name)] = Path(name)
+        if not found and not lenient:
             reason = "no such file, and no file matches it as a glob"
             if os.path.isdir(pattern):
                 reason = "is a folder; name its files, as in 'FOLDER/*.txt'"
             raise ValueError(f"{field} {pattern!r}: {reason}")
+        paths |= found
     return list(paths.values())
 
 
@@ -1007,14 +995,13 @@ def _read_tokenizer(name, eos_token, written_at):
 
     encode_batch = partial(as_arrays, library["encode_batch"])
     special_tokens = library.get("special_tokens", {})
-    defaults = {
+    tokenizer = {
         "encode_continuations": library["encode_batch"],
         "encode_with_offsets": lambda texts: [],  # without a chat template there are no chats
         "bos": None, "stops": {eos} - {None}, "special_tokens": special_tokens,
         "openings": {*special_tokens.values()}, "chat": lambda: None, "key": name,
         "piece": 2**14 if _can_cut(encode_batch, special_tokens) else -1,
-    }
-    tokenizer = defaults | library
+    } | library
     return tokenizer | {
         "name": name, "key": [tokenizer["key"], eos_token], "dtype": dtype, "decode": decode,
         "encode": lambda text: encode_batch([text])[0], "encode_batch": encode_batch,
@@ -1363,16 +1350,14 @@ def mix(datasets, weights):
     # Lay out a cycle. Each position goes to one of the datasets that are not ahead of their
     # fraction: the one that would fall behind first.
     counts = [0] * len(datasets)  # sequences of each dataset so far
-    dataset_of = []  # the dataset at each position of the cycle
-    rank_of = []  # earlier sequences of the same dataset in the cycle
+    cycle = []  # for each position the dataset, and how many of its sequences come before
     for position in range(n_cycle):
         due = []
         for i, (n, fraction) in enumerate(zip(counts, fractions)):
             if n <= fraction * position:
                 due.append((ceil((n + 1) / fraction), i))  # the deadline of its next sequence
         _, chosen = min(due)
-        dataset_of.append(chosen)
-        rank_of.append(counts[chosen])
+        cycle.append((chosen, counts[chosen]))
         counts[chosen] += 1
 
     # The joined dataset has the shards of all. Its epoch ends when each has been read once.
@@ -1382,8 +1367,7 @@ def mix(datasets, weights):
     joined["n"] = max(ceil(n / fraction) for n, fraction in zip(sizes.tolist(), fractions))
     joined["mixture"] = {
         "datasets": datasets,
-        "dataset_of": np.array(dataset_of),
-        "rank_of": np.array(rank_of),
+        "cycle": np.array(cycle),
         "counts": np.array(counts),  # sequences of each dataset in a cycle
         "sizes": sizes,
         "first_examples": sizes.cumsum() - sizes,  # of each dataset, in the joined one
@@ -1393,10 +1377,10 @@ def mix(datasets, weights):
 
 def _mixture_examples(mixture, draws, seed):
     """The example of each draw, in [0, sequences of all datasets)."""
-    cycles, positions = np.divmod(draws, len(mixture["dataset_of"]))
-    dataset_of = mixture["dataset_of"][positions]
+    cycles, positions = np.divmod(draws, len(mixture["cycle"]))
+    dataset_of, n_before = mixture["cycle"][positions].T
     # Each dataset counts its own draws.
-    draws = cycles * mixture["counts"][dataset_of] + mixture["rank_of"][positions]
+    draws = cycles * mixture["counts"][dataset_of] + n_before
     examples = shuffled(draws, mixture["sizes"][dataset_of], seed)
     return mixture["first_examples"][dataset_of] + examples
 
@@ -1488,11 +1472,11 @@ def _pack_shard(shard, seq_format):
                          "has none; use text or .jsonl")
 
     # Truncate documents longer than a row and its last label.
-    longest = seq_format["seq_len"] + 1
+    T = seq_format["seq_len"]
     starts, stops = shard["documents"].T
     if seq_format["truncation"] == "keep_end":
-        starts = np.maximum(starts, stops - longest)
-    stops = np.minimum(stops, starts + longest)
+        starts = np.maximum(starts, stops - T - 1)
+    stops = np.minimum(stops, starts + T + 1)
 
     # The last token is a label only. A document without a label goes into no row.
     lengths = np.maximum(stops - starts - 1, 0)
@@ -1502,9 +1486,8 @@ def _pack_shard(shard, seq_format):
         ignored = np.append(shard["ignored"], np.uint8(0))  # a border may be at the end
         n_ignored = np.add.reduceat(ignored, borders, dtype=np.int64)[::2]
         lengths = np.where(n_ignored < lengths, lengths, 0)
-    bounds, items = pack(lengths, longest - 1, one_each=packing == "none")
-    spans = np.stack([starts, stops], axis=1)[items]
-    return shard | {"row_bounds": bounds, "spans": spans}
+    bounds, items = pack(lengths, T, one_each=packing == "none")
+    return shard | {"row_bounds": bounds, "spans": np.stack([starts, stops], axis=1)[items]}
 
 
 def _packed_batch(shards, offsets, seq_format):
@@ -1524,15 +1507,14 @@ def _packed_batch(shards, offsets, seq_format):
             column = T - int((np.diff(spans) - 1).sum())
         for number, (start, stop) in enumerate(spans.tolist(), 1):
             n = stop - start - 1
-            columns = slice(column, column + n)
+            place = row, slice(column, column + n)
             tokens = shard["tokens"][start:stop].astype(np.int32)
-            labels = tokens[1:]
+            batch["tokens"][place] = tokens[:-1]
+            batch["labels"][place] = tokens[1:]
             if "ignored" in shard:
-                labels = np.where(shard["ignored"][start + 1 : stop], IGNORE, labels)
-            batch["tokens"][row, columns] = tokens[:-1]
-            batch["labels"][row, columns] = labels
-            batch["segments"][row, columns] = number
-            batch["positions"][row, columns] = np.arange(n)
+                batch["labels"][place][shard["ignored"][start + 1 : stop] == 1] = IGNORE
+            batch["segments"][place] = number
+            batch["positions"][place] = np.arange(n)
             column += n
     check_ids(np.maximum(batch["tokens"], batch["labels"]), seq_format["vocab_size"], shards)
     return batch
@@ -1540,14 +1522,15 @@ def _packed_batch(shards, offsets, seq_format):
 
 def _describe_packing(dataset):
     """Facts about documents in sequences."""
-    seq_format = dataset["seq_format"]
-    n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in dataset["shards"]]) - 1
-    n_used = np.concatenate([np.diff(shard["spans"]) for shard in dataset["shards"]]) - 1
-    padding = 1 - n_used.sum() / (dataset["n"] * seq_format["seq_len"])
-    is_cut = n_used.sum() < n_tokens.sum()
-    cut = f" (--truncation {seq_format['truncation']})" if is_cut else ""
-    return [f"{len(n_used):,} of {len(n_tokens):,} documents in {dataset['n']:,} sequences",
-            f"{n_used.sum():,} of {n_tokens.sum():,} tokens{cut}, {padding:.1%} padding"]
+    def n_tokens(name):
+        return np.concatenate([np.diff(shard[name]) for shard in dataset["shards"]]) - 1
+
+    n_given, n_used = n_tokens("documents"), n_tokens("spans")
+    T, truncation = dataset["seq_format"]["seq_len"], dataset["seq_format"]["truncation"]
+    cut = f" (--truncation {truncation})" if n_used.sum() < n_given.sum() else ""
+    return [f"{len(n_used):,} of {len(n_given):,} documents in {dataset['n']:,} sequences",
+            f"{n_used.sum():,} of {n_given.sum():,} tokens{cut}, "
+            f"{1 - n_used.sum() / (dataset['n'] * T):.1%} padding"]
 
 
 # ---- token files
@@ -2285,15 +2268,13 @@ def turn_ends(tokenizer):
     end of a conversation and before another question.
     """
     template = tokenizer["chat"]()
-    if not template:
-        return set()
     answer = "forty-two"
     turn = [{"role": "user", "content": "A number?"}, {"role": "assistant", "content": answer}]
-    try:
-        _, *rests = template["render"](turn * 2, None).split(answer)
-    except ValueError:  # e.g. a template that needs tools; the declared ends remain
-        return set()
-    ends = [_special_token(rest.lstrip(), template["special"]) for rest in rests]
+    ends = []
+    if template:
+        with contextlib.suppress(ValueError):  # e.g. a template that needs tools
+            _, *rests = template["render"](turn * 2, None).split(answer)
+            ends = [_special_token(rest.lstrip(), template["special"]) for rest in rests]
     return {tokenizer["special_tokens"][end] for end in ends if end}
 
 

@@ -722,7 +722,7 @@ def make_batch_at(setup, source, pinned=False):
         found = {name: (np.shape(x), np.asarray(x).dtype) for name, x in batch.items()}
         if found != expected:
             raise ValueError(f"batch {index} is {found}, must be {expected}")
-        return data.to_device(batch, shardings, rows, cfg.batch_size)
+        return data.to_device(batch, shardings, cfg.batch_size)
 
     return batch_at
 

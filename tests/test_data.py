@@ -1075,7 +1075,7 @@ def test_prefetch_waits(monkeypatch):
 
     Break: data.py: while item is None and not closed.wait(0.1): => while False:
     """
-    answers = {0: iter([None, None, "a"]), 1: iter(["b"])}
+    answers = {0: iter([None] * 6 + ["a"]), 1: iter(["b"])}
     reported = []
     items = data.prefetch(lambda i: next(answers[i]), 0, 2, on_late=reported.append)
     assert [item for item, _ in items] == ["a", "b"]
@@ -1209,7 +1209,7 @@ for axes, wanted in ((("rows",), half), (("rows", "seq"), half), ((None, "seq"),
     rows = data.local_rows(shardings["tokens"], (8, 8))
     np.testing.assert_array_equal(rows, wanted)
     local = {name: x[rows] for name, x in whole.items()}
-    for name, array in data.to_device(local, shardings, rows, 8).items():
+    for name, array in data.to_device(local, shardings, 8).items():
         assert array.shape == whole[name].shape and array.sharding == shardings[name]
         assert array.dtype == whole[name].dtype and len(array.addressable_shards) == 4
         for shard in array.addressable_shards:
