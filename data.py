@@ -302,7 +302,7 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
     shards = []
     # Optional: files of token ids.
     if token_files:
-        shards += _open_token_files(token_files, SEQ_FORMAT | seq_format, dtype, eod_id)
+        shards += _map_token_files(token_files, SEQ_FORMAT | seq_format, dtype, eod_id)
     if texts:
         shards.append(tokenize_files(texts, tokenizer, folder, columns))
     dataset = make_dataset(shards, seq_format)
@@ -471,16 +471,14 @@ def _standard_library():
 
 
 def tokenize_files(paths, tokenizer, folder, columns=()):
-    """Tokenize the documents of these files into one shard, in a subfolder of `folder`.
+    """Tokenize the documents of these files into one shard, in a subfolder of `folder` that is named
+    after their content, the columns (see `rows_in`) and the tokenizer. An existing one is read.
 
-    columns: see `rows_in`. The subfolder is named after the content of the files, the columns and
-    the tokenizer; an existing one is read. With several processes, one does the work and the others
-    wait.
     Returns {
         "name": for messages,
         "tokens": a mapped file, [tokens],
         "documents": int64 [documents, 2], first token of each and the one after its last,
-        "sources": int64 [documents, 2], index in "paths" of its file, and its index in that file;
+        "sources": int64 [documents, 2], index of its file in "paths", and its index in that file;
             absent in older folders,
         "bytes_at": int64 [n, 2], number of tokens and of bytes of their text at the start and
             after each piece of text; a bos or eos counts as one byte,
@@ -489,10 +487,8 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
         "counts": {name: number of documents read, of documents skipped, ...},
         "path", "file_size": of a file that must not change,
         "paths": [files]}.
-    A shard of a token file has no "documents", "sources", "paths", "ignored" and "counts", but an
-    "eod_id".
-    With packing, make_dataset adds "row_bounds" and "spans", see `_pack_shard`. When packed
-    documents are split, both sides keep all tokens and differ in "documents".
+    A token file has an "eod_id" in place of "documents", "sources", "paths", "ignored" and
+    "counts". With packing, make_dataset adds "row_bounds" and "spans", see `_pack_shard`.
     """
     check_has_end(tokenizer, paths[0])
     name = str(paths[0])
@@ -677,8 +673,8 @@ def read_record(row, where, tokenizer):
         "has_end": of a chat: False if no special token ends the answer at its end,
         "ids", "ignored": of token ids, see encode_records}.
 
-    Raises ValueError naming `where` for a row without these columns, for a column that would reach
-    no token, and for broken text.
+    Raises ValueError naming `where` for a row in another form, and for a column that would reach no
+    token.
     """
     with as_value_error(where, ValueError, TypeError):
         if not isinstance(row, dict):
@@ -1337,7 +1333,6 @@ def mix(datasets, weights):
 
     Each dataset has separate epochs. After any number of sequences the counts are within 1 of
     exact; they are exact in every batch whose size allows it.
-    Raises ValueError for weights that are not above 0 or repeat after more than 10,000 sequences.
     """
     weights = [Fraction(weight) for weight in weights]
     fractions = [weight / (sum(weights) or 1) for weight in weights]
@@ -1539,7 +1534,7 @@ def _describe_packing(dataset):
 LLMC_HEADERS = {(20240520, 1): np.dtype("uint16"), (20240801, 7): np.dtype("uint32")}
 
 
-def _open_token_files(paths, seq_format, dtype, eod_id):
+def _map_token_files(paths, seq_format, dtype, eod_id):
     """Open token files, each as a shard without documents. eod_id: the id between them; dtype: of
     .bin files without a header.
     """
@@ -1757,13 +1752,12 @@ def _functions(holders):
 def render_chat(messages, tools, tokenizer, n_prompt=0):
     """Render a conversation in the tokenizer's chat template: (text, spans, has_end).
 
-    spans: [first, last) of the characters of the text that are labels: the messages of the
-    assistant after the first n_prompt messages, each with the mark that ends it. The template marks
-    them by {% generation %}; otherwise `_answer_span` finds each. has_end: False if the text ends
-    with an answer and no special token ends it. tools: None, a list, or its JSON.
-    Raises ValueError for a message that is not in the text, or that it cannot find there.
+    spans: [first, last) of the characters that are labels: the messages of the assistant after the
+    first n_prompt messages, each with the mark that ends it. The template marks them by
+    {% generation %}; otherwise `_answer_span` finds each. has_end: False if the text ends with an
+    answer and no special token ends it. tools: None, a list, or its JSON.
     """
-    messages, render, text = _open_chat(messages, tools, tokenizer)
+    messages, render, text = _prepare_chat(messages, tools, tokenizer)
     special = tokenizer["chat"]()["special"]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     spans = render(messages, marked=True)
@@ -1791,7 +1785,7 @@ UNDECIDED = ("cannot determine which characters of the rendered chat it became; 
              "that marks each answer by {% generation %}")
 
 
-def _open_chat(messages, tools, tokenizer, add_generation_prompt=False):
+def _prepare_chat(messages, tools, tokenizer, add_generation_prompt=False):
     """The messages as the tokenizer's chat template expects them, a function that renders messages,
     see `_load_chat_template`, and the rendered text.
     """
@@ -1811,6 +1805,7 @@ def _open_chat(messages, tools, tokenizer, add_generation_prompt=False):
         with as_value_error(f"message {i}", ValueError):
             cleaned.append(_clean_message(message, source))
     render = partial(template["render"], tools=tools)
+    render_whole = partial(render, add_generation_prompt=add_generation_prompt)
     # Without a text beside calls, templates expect no content, or null, or an empty text.
     bare = []
     for message in cleaned:
@@ -1822,9 +1817,8 @@ def _open_chat(messages, tools, tokenizer, add_generation_prompt=False):
     errors = []
     for filled in candidates:
         try:
-            text = render(filled, add_generation_prompt=add_generation_prompt)
-            _check_rendered(partial(render, add_generation_prompt=add_generation_prompt), filled,
-                            text)
+            text = render_whole(filled)
+            _check_rendered(render_whole, filled, text)
             return filled, render, text
         except ValueError as e:
             errors.append(e)
@@ -1850,10 +1844,10 @@ def _check_rendered(render, messages, text):
 
 
 def _answer_span(render, messages, text, i, special):
-    """(first, last, has_end) of the answer messages[i] in `text`, the rendered conversation.
+    """(first, last, has_end) of the answer messages[i] in `text`, the rendered conversation: its
+    characters, from where the prompt for it ends to the mark that ends it, and whether that mark is
+    a special token.
 
-    [first, last) are its characters, from where the prompt for it ends to the mark that ends it.
-    has_end: whether that mark is a special token.
     They are found in copies of the conversation in which a number that the text does not have
     stands for a message. Raises ValueError with the reason where they cannot be found.
     """
@@ -2170,7 +2164,6 @@ def sample_prompts(cfg, tokenizer, source=None):
     They are, by the first of these fields that is set, the prompts in the file cfg.prompts, the
     question cfg.chat, or the text cfg.prompt; else the beginning of the data of `source`, if it has
     a "prompt"; else the token that begins a document.
-    Raises ValueError naming the field, or the file and line.
     """
     texts = [cfg.prompt]
     if cfg.prompts:
@@ -2251,7 +2244,7 @@ def chat_prompt(messages, tools, tokenizer):
     """Render a conversation up to the next answer, which a sample continues. tools: as in
     render_chat.
     """
-    messages, render, text = _open_chat(messages, tools, tokenizer, add_generation_prompt=True)
+    messages, render, text = _prepare_chat(messages, tools, tokenizer, add_generation_prompt=True)
     if messages[-1]["role"] == "assistant":
         raise ValueError("the last message is the assistant's; a sample would follow another")
     # Some templates have no prompt, and write the header of an answer only with the answer.
@@ -2665,7 +2658,6 @@ def hub_path(name, weights=False, field="data"):
     name: hf://ORG/NAME, a model or tokenizer; hf://datasets/ORG/NAME/PATTERN, files of a data set;
     hf://datasets/ORG/NAME, the parquet files of its split for `field`. @REVISION may follow NAME. A
     PATTERN may have * and **. weights: also fetch those of a model.
-    Raises ValueError when the files cannot be fetched and are not in the cache.
     """
     if not name.startswith("hf://"):
         return name
