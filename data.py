@@ -158,8 +158,8 @@ def eval_batch_at(dataset, index, batch_size, rows=None):
 
 # ---- the shuffle
 
-# Draws 0 to n - 1 are the first epoch of n examples, draws n to 2n - 1 the second. A text selects the
-# order of each: see `permute`. No list of n examples is stored.
+# Draws 0 to n - 1 are the first epoch of n examples, draws n to 2n - 1 the second. A text selects
+# the order of each: see `permute`. No list of n examples is stored.
 
 
 def draws_at(step, batch_size, rows):
@@ -471,7 +471,7 @@ def _standard_library():
 
 
 def tokenize_files(paths, tokenizer, folder, columns=()):
-    """Tokenize the documents of these files into one shard, in a subfolder of `folder` that is named
+    """Tokenize the documents of these files into one shard, in a subfolder of `folder`. It is named
     after their content, the columns (see `rows_in`) and the tokenizer. An existing one is read.
 
     Returns {
@@ -826,13 +826,12 @@ def _open_utf8(path):
     """Open a text file, decompressed. Errors in reading it are ValueErrors that name it."""
     with as_value_error(f"{path}: cannot be read (not UTF-8, cut off, or zstd --long?)", OSError,
                         EOFError, zlib.error, UnicodeDecodeError):
-        if path.suffix.lower() == ".gz":
-            content = gzip.open(path)
-        elif path.suffix.lower() == ".zst":
+        if path.suffix.lower() == ".zst":
             # pyarrow's reader detects a truncated file, zstandard's does not.
             content = require("pyarrow", path).input_stream(str(path), compression="zstd")
         else:
-            content = open(path, "rb")
+            opener = gzip.open if path.suffix.lower() == ".gz" else open
+            content = opener(path, "rb")
         with io.TextIOWrapper(content, encoding="utf-8-sig", newline="\n") as file:
             yield file
 
@@ -2040,8 +2039,8 @@ def _ignore_outside(record, offsets, tokenizer):
 # ---- summaries
 
 def describe(dataset):
-    """A summary of a dataset in a few lines: what was read, what was skipped, and how many tokens are
-    labels.
+    """A summary of a dataset in a few lines: the documents that were read and skipped, and the
+    fraction of labels.
     """
     # Optional: datasets mixed by weight.
     if "mixture" in dataset:

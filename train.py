@@ -92,7 +92,8 @@ TEXT = {
     # source is {
     #   "n": number of examples,
     #   "batch": (step, rows) -> {name: these rows of the batch}; of validation data
-    #       (index, rows, batch_size) -> the same. None if its data comes later: a thread asks again,
+    #       (index, rows, batch_size) -> the same. None while its data has not come: it is called
+    #       again,
     #   "fingerprint": a text that must not change between a run and its resumption,
     #   "summary": optional, a text to print,
     #   "examples": optional, of validation data (index, the dict of the loss) -> {"id" and
@@ -2172,7 +2173,8 @@ def val_data_at(run, step, progress):
         source_at, step, step + 1,
         stopped=lambda: poll_requests(run, step, progress, is_waiting=True),
         on_late=lambda i: run["log_event"]("out_of_data", {"step": i}))
-    return {"": source for source, _ in found if source}
+    sources = [source for source, _ in found]
+    return {"": sources[0]} if any(sources) else {}
 
 
 # ---- exports during a run

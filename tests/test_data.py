@@ -924,7 +924,7 @@ def test_best_fit():
 def test_split_of_whole_documents(documents):
     """With packing, validation data is complete documents, and training has none of them.
 
-    Break: data.py: for part in (slice(n), slice(n, None))] => for part in (slice(n), slice(n + 1, None))]
+    Break: data.py: (slice(n), slice(n, None))] => (slice(n), slice(n + 1, None))]
     """
     make, texts = documents
     parts = [data.eval_batch_at(part, 0, part["n"]) for part in data.split(make(seq_len=50), 0.3)]
