@@ -318,7 +318,7 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
 
 # ---- the permutation
 
-BLOCK = 4096  # examples permuted in one call and cached; one call per batch would be slower
+BLOCK = 4096  # examples that are permuted in one call and cached
 
 
 def permuted(ranks, n, orders):
@@ -514,7 +514,7 @@ def _read_shard(folder, dtype):
                 return None
             if n_bytes:  # an empty file cannot be mapped
                 mapped = np.memmap(folder / name, dtypes.get(name, (np.int64, 2)), "r")
-                shard[name] = np.asarray(mapped)  # slicing a memmap takes longer than copying a row
+                shard[name] = np.asarray(mapped)  # faster to slice than a memmap
     except (OSError, ValueError):
         return None
     return shard | {"counts": index["counts"], "file_size": shard["tokens"].nbytes}
@@ -1543,7 +1543,7 @@ def _map_token_files(paths, seq_format, dtype, eod_id):
     shards = []
     for path in paths:
         tokens = _map_npy(path) if path.suffix.lower() == ".npy" else _map_bin(path, dtype)
-        # A plain array of the mapped file: slicing a memmap takes longer than copying a row.
+        # A plain array is faster to slice than a memmap.
         shards.append({"name": str(path), "tokens": np.asarray(tokens), "token_offset": 0,
                        "eod_id": eod_id, "path": path, "file_size": path.stat().st_size})
     return shards
@@ -1853,19 +1853,20 @@ def _answer_span(render, messages, text, i, special):
     mark, history_mark = islice(_numbers_not_in(text), 2)
     history, following = messages[:i], messages[i + 1 :]
     answer = {"role": "assistant", "content": mark}
-    _, last_after = _around(mark, render([*history, answer]))
-    ending = _ending(render, [*history, answer], last_after, mark, special)
+    around = partial(_around, render, mark)
+    _, last_after = around([*history, answer])
+    ending = _ending(around, [*history, answer], last_after, special)
     has_end = _special_end(ending, special) > 0
     if "tool_calls" in messages[i]:
         if ending != last_after.rstrip():
             raise ValueError("the template writes a header after the last answer")
         answer = _with_mark(messages[i], mark)
-        _, last_after = _around(mark, render([*history, answer]))
+        _, last_after = around([*history, answer])
         ending = last_after.rstrip()
 
     after = last_after
     if following:
-        _, after = _around(mark, render([*history, answer, *following]))
+        _, after = around([*history, answer, *following])
     n = _n_common(after, last_after if not has_end else ending)
     is_same = after.startswith(ending)
     if not is_same:  # the last answer ends in another way, as in Phi's templates
@@ -1900,27 +1901,28 @@ def _with_mark(message, mark):
     return message | {"tool_calls": [*calls, call]}
 
 
-def _around(mark, text):
-    """The text before and after a mark."""
+def _around(render, mark, messages, add_generation_prompt=False):
+    """The rendered text before and after a mark in these messages."""
+    text = render(messages, add_generation_prompt=add_generation_prompt)
     before, found, after = text.partition(mark)
     if not found:
         raise ValueError("the template does not render another text in its place")
     return before, after
 
 
-def _ending(render, messages, last_after, mark, special):
+def _ending(around, messages, last_after, special):
     """The text that ends an answer, the last of `messages`, which is a mark. last_after: the text
-    after it.
+    after it. around: see `_around`.
     """
     ending = last_after.rstrip()
     prompted = ""
     if ending != _special_token(ending, special):
-        _, prompted = _around(mark, render(messages, add_generation_prompt=True))
+        _, prompted = around(messages, add_generation_prompt=True)
     if prompted != last_after:
         return ending
     # Some templates always write the header of one more answer.
     question = {"role": "user", "content": "?"}
-    _, before_question = _around(mark, render([*messages, question]))
+    _, before_question = around([*messages, question])
     if before_question.startswith(ending):
         return ending
     common = ending[: _n_common(before_question, ending)]
@@ -1933,6 +1935,7 @@ def _ending(render, messages, last_after, mark, special):
 def _answer_start(render, messages, text, i, mark, history_mark, ending, special):
     """Where the answer messages[i] begins in `text`: where the prompt for it ends."""
     history = messages[:i]
+    around = partial(_around, render, mark)
     prompt = unprompted = None
     with contextlib.suppress(ValueError):  # as of no messages, or of a system message alone
         prompt = render(history, add_generation_prompt=True)
@@ -1950,10 +1953,10 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, special
 
     answer = [{"role": "assistant", "content": mark}, *messages[i + 1 :]]
     try:
-        before, _ = _around(mark, render([*history, *answer]))
+        before, _ = around([*history, *answer])
     except ValueError:  # as for the result of a tool without a call
         answer = answer[:1]
-        before, _ = _around(mark, render([*history, *answer]))
+        before, _ = around([*history, *answer])
     # Without a prompt, it begins where the text differs from that before the mark.
     if not opening or not history:
         start = _n_common(text, before)
@@ -1968,7 +1971,7 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, special
     # between the message before and the answer. The answer begins after as much of the prompt's
     # opening as the header has.
     copy = [*history[:-1], _with_mark(history[-1], history_mark)]
-    before_copy, _ = _around(mark, render([*copy, *answer]))
+    before_copy, _ = around([*copy, *answer])
     texts = (before_copy, render(copy), render(copy, add_generation_prompt=True))
     header, unprompted, prompt = (x.rpartition(history_mark)[2] for x in texts)
     opening = prompt[_token_start(prompt, _n_common(prompt, unprompted), special) :].lstrip()
@@ -1985,7 +1988,7 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, special
         # The common part must tell an answer from a question.
         question = header
         with contextlib.suppress(ValueError):
-            question, _ = _around(mark, render([*copy, {"role": "user", "content": mark}]))
+            question, _ = around([*copy, {"role": "user", "content": mark}])
         if not n or question.rpartition(history_mark)[2].startswith(header[: at + n]):
             raise ValueError("the text before it differs from the prompt for it")
     return start + n
@@ -2326,7 +2329,7 @@ def _json_rows(path, is_lines):
 
 
 def _parse_json(text, where):
-    try:  # plain: a context manager for each line would take a tenth of the time of reading
+    try:  # not as_value_error, which is slower for each line
         return json.loads(text)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{where}: corrupted, or not JSON with a row a line or one array: "
