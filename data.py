@@ -742,15 +742,15 @@ def _numbers(value):
     return [x or 0 for x in value] if is_list else []
 
 
-# {form of a row: the columns that it must have}. Lists may also be written as JSON.
-FORMS = {
-    "text": ("text",),
-    "prompt, completion": ("prompt", "completion"),
-    "messages": ("messages",),
-    "conversations": ("conversations",),  # ShareGPT
-    "instruction, output": ("instruction", "output"),  # Alpaca
-    "input_ids": ("input_ids",),
-}
+# Forms of a row: the columns that it must have. Lists may also be written as JSON.
+FORMS = (
+    "text",
+    "prompt, completion",
+    "messages",
+    "conversations",  # ShareGPT
+    "instruction, output",  # Alpaca
+    "input_ids",
+)
 # Columns that a row may have beside those of its form.
 OPTIONAL_COLUMNS = ("system", "tools", "input", "labels", "attention_mask")
 # Columns with a meaning for a model or a trainer: an error in a row that does not use them.
@@ -772,9 +772,9 @@ def _is_empty(value):
 def _find_form(row):
     """The one form of `FORMS` that a row has. Raises ValueError for none or several."""
     found = []
-    for form, names in FORMS.items():
+    for form in FORMS:
         types = str if form in ("text", "instruction, output") else (str, list)
-        if all(isinstance(row.get(name), types) for name in names):
+        if all(isinstance(row.get(name), types) for name in form.split(", ")):
             found.append(form)
     if len(found) != 1:
         fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
@@ -2368,7 +2368,7 @@ def is_read(name, columns):
     if columns:
         return name in {entry.partition("=")[2] for entry in columns}
     names = {"prompt", "chosen", "rejected", "label", *OPTIONAL_COLUMNS, *UNREAD_COLUMNS}
-    return name in names.union(*FORMS.values()) or "weight" in name
+    return name in names.union(", ".join(FORMS).split(", ")) or "weight" in name
 
 
 def _arrow_batches(path):
