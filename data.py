@@ -44,7 +44,7 @@ from tqdm import tqdm
 # A dataset is shards cut into sequences. An example is the index of a sequence in it.
 # A draw is a row counted over all batches; the shuffle selects an example for it.
 
-IGNORE = -100  # label ignored by the loss, as in model.py: this file works alone
+IGNORE = -100  # label ignored by the loss, as in model.py
 
 
 # ---- batches
@@ -122,8 +122,8 @@ def locate(dataset, examples):
 
 
 def _stream_batch(shards, starts, n_repeated, seq_format):
-    """Build a batch of successive tokens. For each row: its shard, its first token there, and the
-    number of labels to ignore.
+    """Build a batch of successive tokens. For each row: its shard, its first token there, and how
+    many labels to ignore.
     """
     # T + 1 ids are the tokens and, shifted by one, the labels. A wrong id may not fit into int32.
     T = seq_format["seq_len"]
@@ -185,7 +185,7 @@ def shuffled(draws, n, seed):
 def eval_examples_at(index, batch_size, n, rows=None):
     """The examples in `rows` of evaluation batch `index`, and the mask of rows that count.
 
-    The order is fixed, and shuffled, so that the first batches are a fair sample.
+    The order is fixed, and shuffled: the first batches are a fair sample.
     """
     draws = draws_at(index, batch_size, rows)
     return permuted(draws % n, n, ["held out"] * len(draws)), draws < n
@@ -1178,10 +1178,9 @@ def _cut_arrays(shard, names, n):
 # ---- sets of files
 
 def find_sets(parts, cfg):
-    """The sets of files that a config names: (weights of the training sets, [] for one without;
-    training sets and validation sets, {name: files}). A set without a name is named "".
-
-    parts: see `open_text`.
+    """The sets of files that a config names: (weights of the training sets, {name: files} of these,
+    {name: files} of validation sets). A set without a name is named "", one without a weight has
+    none. parts: see `open_text`.
     """
     weights = mixture_weights(cfg.data)
     train_sets = {name: [name] for name in weights} or {"": cfg.data}
