@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches as a function of the step.
 
-Owns the order of training, tokenized text, evaluation batches, and placement on devices. Rejects
-malformed files and ids beyond the vocabulary. Invariant: `batch_at(dataset, step, ...)` depends on
-its arguments alone, without iterator state.
+Owns tokenized text, the order of training, evaluation batches, and placement on devices. Invariant:
+`batch_at(dataset, step, ...)` depends on its arguments alone.
 """
 import contextlib
 import fcntl
@@ -17,6 +16,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 import zlib
 from bisect import bisect_left, insort
@@ -38,24 +38,18 @@ from tqdm import tqdm
 #   source = open_text(("train", "val"), cfg)["train"]     once
 #   for batch, waited_s in prefetch(...):                  a thread makes two batches ahead:
 #       batch = source["batch"](step, rows)                NumPy: the rows of this process
-#       to_device(batch, shardings, rows, batch_size)      global arrays, sharded over the mesh
+#       to_device(batch, shardings, batch_size)            global arrays, sharded over the mesh
 #
-# The training step from state k to state k + 1 consumes batch k; the first batch is batch 0.
-#
-# A draw is a row counted over all batches: row r of batch k is draw k * batch_size + r.
-# A shard is a dict: an array of tokens that stays on disk, its name, documents and more: see
-# `tokenize_files`.
-# A dataset is shards cut into sequences of seq_len tokens: see `make_dataset`. An example is the
-# number of a sequence in its dataset; the shuffle selects an example for each draw.
-# A source is what the loop reads, a dataset with a function from step to batch: see `open_text`.
+# A shard is an array of tokens on disk, with more about it: see `tokenize_files`.
+# A dataset is shards cut into sequences. An example is the index of a sequence in it.
+# A draw is a row counted over all batches; the shuffle selects an example for it.
 
-# Label ignored by the loss. As in model.py; repeated, so that this file works alone.
-IGNORE = -100
+IGNORE = -100  # label ignored by the loss, as in model.py
 
 
 # ---- batches
 
-# How shards become sequences: fields of config.py, with the defaults of a caller without a Config.
+# How shards become sequences: fields of config.py.
 SEQ_FORMAT = {
     "seq_len": 1,
     "vocab_size": 0,  # 0: ids are not checked
@@ -67,22 +61,19 @@ SEQ_FORMAT = {
 
 
 def batch_at(dataset, step, batch_size, seed=0, rows=None):
-    """Build `rows` (default: all) of training batch `step`: int32 [rows, seq_len] arrays.
+    """Build `rows` (default: all) of training batch `step`: {name: int32 [rows, seq_len]}.
 
-    dataset: as made by make_dataset, below. The arrays are "tokens" and "labels"; with
-    document_mask or packing also "segments" (index of the document in its row, from 1; 0: padding)
-    and "positions" (in the document).
-    Raises ValueError for an id that is not below vocab_size, and for a changed file.
+    Names: "tokens", "labels"; with document_mask or packing also "segments" (number of the document
+    in its row, from 1; 0: padding) and "positions" (in the document).
     """
     return read_sequences(dataset, sequences_at(dataset, step, batch_size, seed, rows))
 
 
 def sequences_at(dataset, step, batch_size, seed=0, rows=None):
-    """The numbers (int64) of the sequences in `rows` (default: all) of training batch `step`."""
-    # Optional: the dataset is several, mixed by weight.
+    """The examples in `rows` of training batch `step`."""
+    # Optional: datasets mixed by weight.
     if "mixture" in dataset:
-        draws = draws_at(step, batch_size, rows)
-        return _mixture_examples(dataset["mixture"], draws, seed)
+        return _mixture_examples(dataset["mixture"], draws_at(step, batch_size, rows), seed)
     return examples_at(step, batch_size, dataset["n"], seed, rows)
 
 
@@ -93,11 +84,9 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
         "n": number of sequences,
         "cum_counts": [shards], number of sequences up to the end of each shard,
         "lengths": [shards], number of tokens in each}.
-    With packing "stream" a sequence is seq_len successive tokens, and each token but a shard's
-    first is a label in exactly one sequence. With 10 tokens and seq_len 4, sequences start at 0,
-    4 and 5: the last sequence of a shard begins earlier, to fit, and ignores the labels of the
-    sequence before. Labels are tokens 1 to 4, 5 to 8, and 9. With other packing, documents stay
-    together: see `pack`.
+    A shard of 10 tokens has three sequences of seq_len 4. They start at 0, 4 and 5: the last one
+    begins earlier, to fit, and ignores the labels that it repeats. The labels are tokens 1 to 4, 5
+    to 8, and 9. Packed documents stay together: see `pack`.
     """
     seq_format = SEQ_FORMAT | seq_format
     T = seq_format["seq_len"]
@@ -112,15 +101,13 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
 
 
 def read_sequences(dataset, examples):
-    """Build the batch of the sequences numbered `examples` (int64)."""
+    """Build the batch of these examples."""
     shard_of, offsets = locate(dataset, examples)
     shards = [dataset["shards"][i] for i in shard_of.tolist()]
-    # Check the length of the file for two shards only, since a check costs as much as copying a
-    # row. Other batches check the other shards.
-    for shard in shards[:2]:
+    for shard in shards[:2]:  # a check costs as much as a row
         _check_unchanged(shard)
     if dataset["seq_format"]["packing"] == "stream":
-        # The last sequence of a shard is moved back to fit: it starts at 5, not 8, of 10 tokens.
+        # The last sequence begins earlier: at 5, not 8, of 10 tokens.
         T = dataset["seq_format"]["seq_len"]
         starts = np.minimum(offsets * T, dataset["lengths"][shard_of] - 1 - T)
         return _stream_batch(shards, starts, offsets * T - starts, dataset["seq_format"])
@@ -128,39 +115,32 @@ def read_sequences(dataset, examples):
 
 
 def locate(dataset, examples):
-    """(index of the shard of each sequence, its index among the shard's sequences)."""
+    """(index of the shard of each example, index of its sequence in that shard)."""
     cum_counts = dataset["cum_counts"]
     shard_of = np.searchsorted(cum_counts, examples, side="right")
-    n_before = np.append(0, cum_counts)[shard_of]
-    return shard_of, examples - n_before
+    return shard_of, examples - np.append(0, cum_counts)[shard_of]
 
 
 def _stream_batch(shards, starts, n_repeated, seq_format):
-    """Build a batch of seq_len successive tokens a row.
-
-    shards, starts, n_repeated: for each row its shard, the position of its first token in the
-    shard, and the number of labels that the row before has too.
+    """Build a batch of successive tokens. For each row: its shard, its first token there, and how
+    many labels to ignore.
     """
+    # T + 1 ids are the tokens and, shifted by one, the labels. A wrong id may not fit into int32.
     T = seq_format["seq_len"]
-
-    # A row of T + 1 ids holds the tokens and, shifted by one, the labels. It is int64 until it is
-    # checked: a wrong id may not fit into int32.
     ids = np.empty((len(shards), T + 1), np.int64)
     for row, shard, start in zip(ids, shards, starts.tolist()):
         row[:] = shard["tokens"][start : start + T + 1]
     check_ids(ids, seq_format["vocab_size"], shards)
     tokens = ids[:, :-1].astype(np.int32)
     labels = ids[:, 1:].astype(np.int32)
+    batch = {"tokens": tokens, "labels": labels}
 
-    # A sequence that was moved back ignores the labels of the one before: 3 of 4 in the example.
     for row in np.flatnonzero(n_repeated):
         labels[row, : n_repeated[row]] = IGNORE
     # Optional: prompts are not labels.
     for row, shard, start in zip(labels, shards, starts.tolist()):
         if "ignored" in shard:
             row[shard["ignored"][start + 1 : start + T + 1] == 1] = IGNORE
-
-    batch = {"tokens": tokens, "labels": labels}
     # Optional: documents do not attend to each other.
     if seq_format["document_mask"]:
         _add_document_mask(batch, shards, starts.tolist())
@@ -168,9 +148,7 @@ def _stream_batch(shards, starts, n_repeated, seq_format):
 
 
 def eval_batch_at(dataset, index, batch_size, rows=None):
-    """Build evaluation batch `index` as batch_at does: each sequence once, in a fixed order.
-
-    After the last sequence, all labels are ignored.
+    """Build evaluation batch `index`: each sequence once. After the last one, labels are ignored.
     """
     examples, valid = eval_examples_at(index, batch_size, dataset["n"], rows)
     batch = read_sequences(dataset, examples)
@@ -180,68 +158,37 @@ def eval_batch_at(dataset, index, batch_size, rows=None):
 
 # ---- the shuffle
 
-# Draws 0 to n - 1 are the first epoch of n examples, draws n to 2n - 1 the second.
-# permute(index, n, order) maps [0, n) onto itself in O(1) memory: no list of n examples is shuffled
-# or stored. `order` is any text; each selects another order. Training has "(SEED, EPOCH)".
-
-BLOCK = 4096  # examples permuted in one call and cached; one call per batch would be slower
+# Draws 0 to n - 1 are the first epoch of n examples, draws n to 2n - 1 the second. A text selects
+# the order of each: see `permute`. No list of n examples is stored.
 
 
 def draws_at(step, batch_size, rows):
-    """The draws of `rows` (default: all) of batch `step`.
-
-    Draw k is row k % batch_size of batch k // batch_size.
-    """
+    """The draws of `rows` (default: all) of batch `step`."""
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     return step * batch_size + rows.astype(np.int64)
 
 
 def examples_at(step, batch_size, n, seed=0, rows=None):
-    """The examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
+    """The examples (int64 in [0, n)) in `rows` of training batch `step`.
 
-    Each of the n examples comes once per epoch, in a different order each epoch. The last batch of
-    an epoch is filled from the next epoch.
+    The last batch of an epoch is filled from the next one.
     """
     return shuffled(draws_at(step, batch_size, rows), n, seed)
 
 
 def shuffled(draws, n, seed):
-    """The example (int64 in [0, n)) of each draw: epoch after epoch, each in a different order.
-
-    n may be an array with the number of examples for each draw (mixtures).
-    """
+    """The example of each draw. n: number of examples; in mixtures an array, for each draw."""
     epochs, ranks = np.divmod(draws, n)
-    return _permuted(ranks, n, [f"({seed}, {epoch})" for epoch in epochs.tolist()])
-
-
-def _permuted(ranks, n, orders):
-    """The example at each rank in an order of n examples; `orders` has the name of each order."""
-    sizes = np.broadcast_to(n, ranks.shape)
-    examples = [_permuted_block(rank // BLOCK, size, order)[rank % BLOCK]
-                for rank, size, order in zip(ranks.tolist(), sizes.tolist(), orders)]
-    return np.array(examples, np.int64)
-
-
-@lru_cache(maxsize=256)
-def _permuted_block(block, n, order):
-    """The permuted indices of a block, cached by all arguments."""
-    first = block * BLOCK
-    return permute(np.arange(first, min(first + BLOCK, n)), n, order)
+    return permuted(ranks, n, [f"({seed}, {epoch})" for epoch in epochs.tolist()])
 
 
 def eval_examples_at(index, batch_size, n, rows=None):
     """The examples in `rows` of evaluation batch `index`, and the mask of rows that count.
 
-    Each of the n examples counts once. Their order is fixed, and shuffled so that the first few
-    batches are a fair sample. After the last example they repeat with a mask of False.
+    The order is fixed, and shuffled: the first batches are a fair sample.
     """
     draws = draws_at(index, batch_size, rows)
-    return _permuted(draws % n, n, ["held out"] * len(draws)), draws < n
-
-
-def n_eval_batches(n, batch_size, limit):
-    """The number of batches in an evaluation of n examples. limit: 0 for all of them."""
-    return min(ceil(n / batch_size), limit or n)
+    return permuted(draws % n, n, ["held out"] * len(draws)), draws < n
 
 
 # ---- to the devices
@@ -253,69 +200,53 @@ def local_rows(sharding, shape):
     return np.unique(np.concatenate([all_rows[index[0]] for index in indices]))
 
 
-def to_device(batch, shardings, rows, batch_size):
-    """Make global arrays [batch_size, ...] of any rank from the local rows that `batch` holds.
-
-    shardings: {name: sharding}. rows: indices from local_rows; row i of `batch` is global row
-    rows[i].
-    """
+def to_device(batch, shardings, batch_size):
+    """Make global arrays [batch_size, ...] of a batch, which has the rows of `local_rows`."""
     arrays = {}
     for name, x in batch.items():
-        # JAX calls _device_slice for the devices of this process only: it needs no other rows.
         shape = (batch_size, *x.shape[1:])
-        arrays[name] = jax.make_array_from_callback(
-            shape, shardings[name], partial(_device_slice, x, rows, batch_size))
+        arrays[name] = jax.make_array_from_process_local_data(shardings[name], x, shape)
     return arrays
 
 
-def _device_slice(x, rows, batch_size, index):
-    """The part of the local rows x for one device, which has the slice `index` of the global array.
-    """
-    first, last, _ = index[0].indices(batch_size)
-    # The rows of a device are consecutive, so they are consecutive in `rows` too.
-    start, stop = np.searchsorted(rows, (first, last))
-    return x[(slice(start, stop), *index[1:])]
-
-
 def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=lambda: None,
-             on_missing=lambda i: None):
-    """Yield (make(i), seconds waited for it) for i in [start, stop). A thread makes `depth` items
-    ahead.
+             on_late=lambda i: None):
+    """Yield (make(i), seconds waited) for i in [start, stop). A thread makes `depth` ahead.
 
-    stopped() is polled during a wait; the iterator ends early when it is true.
-    wait_until_idle() blocks until the device is idle. The wait is timed from then: only time in
-    which the device is idle counts.
-    Data may arrive later: make(i) returns None while its data is missing, and is called again when
-    item i is needed. on_missing(i) is called once for such an item.
+    make(i) returns None while its data has not come; the thread asks again. on_late(i) is called
+    once if an item is waited for then. stopped() is polled during a wait, and ends the iterator.
+    wait_until_idle() blocks until the device is idle: only the wait after that counts.
     """
+    closed = threading.Event()
+    late = set()
+
+    def make_when_there(i):
+        item = make(i)
+        if item is None:
+            late.add(i)
+        while item is None and not closed.wait(0.1):
+            item = make(i)
+        return item
+
     pool = ThreadPoolExecutor(1, "data")
-    ahead = deque()
+    ahead = deque(pool.submit(make_when_there, i) for i in range(start, min(start + depth, stop)))
     try:
-        for i in range(start, min(start + depth, stop)):
-            ahead.append(pool.submit(make, i))
         for i in range(start, stop):
             item = ahead.popleft()
-            if item.done() and item.result() is None:  # its data may have come since
-                item = pool.submit(make, i)
             if not item.done():
                 wait_until_idle()
             began = time.perf_counter()
-            is_missing = False
-            # Wait in short pieces, to look for a stop request in between.
-            while not wait([item], timeout=0.1).done or item.result() is None:
+            while not wait([item], timeout=0.2).done:  # short, to look for a stop
                 if stopped():
                     return
-                if item.done() and item.result() is None:  # its data is missing: ask again
-                    if not is_missing:
-                        on_missing(i)
-                    is_missing = True
-                    time.sleep(0.2)
-                    item = pool.submit(make, i)
-            waited_s = time.perf_counter() - began
+                if i in late:
+                    late.remove(i)
+                    on_late(i)
             if i + depth < stop:
-                ahead.append(pool.submit(make, i + depth))
-            yield item.result(), waited_s
+                ahead.append(pool.submit(make_when_there, i + depth))
+            yield item.result(), time.perf_counter() - began
     finally:
+        closed.set()
         pool.shutdown(cancel_futures=True)
 
 
@@ -324,108 +255,55 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
 def open_text(parts, cfg):
     """Open the text of a config as {"train": source, "val": {name: source}}.
 
-    parts: which of "train" and "val" are needed. "train" is None if it is not in parts and "val"
-    does not come from its files. A validation set without a name is named "".
-    A source is {
+    parts: which of "train" and "val" are needed. A set without a name is named "". A source is {
         "n": number of sequences,
-        "dataset": the result of make_dataset or mix,
         "batch": (index, rows, batch_size=cfg.batch_size) -> these rows of a batch,
-        "fingerprint": a text that differs when the tokens do,
-        "summary": a text to print,
-        "preview": () -> documents to print, see show_examples,
-        "examples": of validation data, the values per example of a batch, see examples_in,
-        "bytes_per_token": number, or None when unknown,
-        "prompt": () -> ids at the beginning of a sample}.
-    cfg: any object with the fields under "data" in config.py, and batch_size, eval_batches,
-    eval_batch_size, seq_len, vocab_size, seed, cache_dir and out_dir.
+        "fingerprint": a text that differs when the tokens do, and more: see `make_source`}.
     """
-    # By default, ids are the bytes of the text.
     tokenizer = make_cfg_tokenizer(cfg)
     open_files = file_opener(cfg, tokenizer)
-    weights = mixture_weights(cfg.data)
-    # The sets of files, as (field, name, files). A set without a name is named "".
-    train_sets = [("data", name, [name]) for name in weights] or [("data", "", cfg.data)]
-    val_sets = [("val_data", *named) for named in named_sets(cfg.val_data).items()]
-    # Optional: data in buckets.
-    val_sets = fetch_buckets(val_sets, cfg)
-    if "train" in parts or not val_sets:
-        train_sets = fetch_buckets(train_sets, cfg)
-    check_disjoint(train_sets + val_sets)
+    weights, train_sets, val_sets = find_sets(parts, cfg)
 
-    # Validation data from files of its own.
+    # Validation data from its own files.
     val = {}
-    for field, name, files in val_sets:
-        val[name] = _make_source(open_files(files, field=field), eval_batch_at, cfg, tokenizer)
-    # Training data is not requested, and validation does not come from it: open nothing more.
+    for name, files in val_sets.items():
+        val[name] = make_source(open_files(files, field="val_data"), eval_batch_at, cfg, tokenizer)
     if "train" not in parts and val:
         return {"train": None, "val": val}
 
-    # Training data. Without val_data, the last val_frac of each set is validation data.
+    # Training data. Without val_data, the last val_frac of each set is for validation.
     datasets = []
-    for field, name, files in train_sets:
-        dataset = open_files(files, field=field)
+    for name, files in train_sets.items():
+        dataset = open_files(files)
         if cfg.val_frac and not val_sets:
             dataset, val_dataset = split(dataset, cfg.val_frac)
-            val[name] = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
+            val[name] = make_source(val_dataset, eval_batch_at, cfg, tokenizer)
         datasets.append(dataset)
-    # Optional: several datasets, mixed by weight.
+    # Optional: datasets mixed by weight.
     if weights:
-        dataset = mix(datasets, [*weights.values()])
-    train = _make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
+        dataset = mix(datasets, weights)
+    train = make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
     return {"train": train, "val": val}
 
 
-def file_opener(cfg, tokenizer):
-    """open_dataset with the arguments that a config gives."""
-    seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}
-    seq_format["vocab_size"] = cfg.vocab_size or tokenizer["vocab_size"]
-    return partial(
-        open_dataset, tokenizer=tokenizer, seq_format=seq_format, dtype=cfg.data_dtype,
-        folder=_token_cache_folder(cfg), eod_id=cfg.eod_id, columns=cfg.columns)
-
-
-def _make_source(dataset, build_batch, cfg, tokenizer):
-    """Make the source of a dataset. build_batch: batch_at or eval_batch_at."""
-    def batch(index, rows, batch_size=cfg.batch_size):
-        return build_batch(dataset, index, batch_size, rows=rows)
-
-    batch(0, [0])  # a wrong id is an error before the compilation
-    return {
-        "n": dataset["n"],
-        "dataset": dataset,
-        "batch": batch,
-        "fingerprint": fingerprint(dataset),
-        "summary": describe(dataset),  # optional: summaries
-        "preview": lambda: show_examples(dataset, tokenizer),  # optional: examples
-        "examples": partial(examples_in, dataset),  # optional: values per example
-        "bytes_per_token": bytes_per_token(dataset),
-        "prompt": lambda: preview_prompt(dataset),  # optional: prompts of samples
-    }
-
-
-TOKEN_FILES = (".bin", ".npy")  # suffixes of files of token ids; all other files are text
+TOKEN_FILES = (".bin", ".npy")  # suffixes of files of token ids; all others are text
 
 
 def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
                  folder=".token_cache", eod_id=-1, may_be_empty=False, columns=(), field="data"):
-    """Open text documents and token files.
+    """Open text documents as one shard, tokenized into `folder` once, and each token file as one.
 
-    patterns: files, globs or dataset folders; empty: the standard library. All documents form one
-    shard, tokenized into `folder` once. Each token file is a shard. dtype: of .bin files. eod_id:
-    the id between their documents; -1 when unknown. columns: see `rows_in`. field: see `expand`.
-    Raises ValueError naming the file that is missing, malformed, or too short for a sequence with a
-    label (unless may_be_empty).
+    patterns, field: see `expand`. dtype: of .bin files. eod_id: the id between their documents; -1:
+    unknown. columns: see `rows_in`. may_be_empty: no sequence has to have a label.
     """
-    seq_format = SEQ_FORMAT | seq_format
     paths = expand(patterns, field=field) if patterns else _standard_library()
     token_files = [path for path in paths if path.suffix.lower() in TOKEN_FILES]
     texts = [path for path in paths if path.suffix.lower() not in TOKEN_FILES]
     shards = []
     # Optional: files of token ids.
     if token_files:
-        shards += _open_token_files(token_files, seq_format, dtype, eod_id)
+        shards += _map_token_files(token_files, SEQ_FORMAT | seq_format, dtype, eod_id)
     if texts:
-        check_has_end(tokenizer, texts[0])
         shards.append(tokenize_files(texts, tokenizer, folder, columns))
     dataset = make_dataset(shards, seq_format)
     if not may_be_empty:
@@ -434,11 +312,30 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
 
 
 # ---- supporting
-# Every run uses these, but the names say enough for a first reading: the permutation, text files
-# to tokens, token cache, the tokenizer, metrics of text, validation data from training data, sets
-# of files, checks of files and ids, errors.
+# Every run uses these, but the names say enough for a first reading: the permutation, sources, text
+# files to tokens, token cache, the tokenizer, metrics of text, validation data from training data,
+# sets of files, checks of files and ids, errors.
 
 # ---- the permutation
+
+BLOCK = 4096  # examples that are permuted in one call and cached
+
+
+def permuted(ranks, n, orders):
+    """The example at each rank in an order of n examples. orders: a text for each, which selects
+    its order. n: a number, or one for each.
+    """
+    sizes = np.broadcast_to(n, ranks.shape)
+    examples = [_permuted_block(rank // BLOCK, size, order)[rank % BLOCK]
+                for rank, size, order in zip(ranks.tolist(), sizes.tolist(), orders)]
+    return np.array(examples, np.int64)
+
+
+@lru_cache(maxsize=256)
+def _permuted_block(block, n, order):
+    first = block * BLOCK
+    return permute(np.arange(first, min(first + BLOCK, n)), n, order)
+
 
 def permute(index, n, order):
     """`index`, an array in [0, n), mapped by the permutation of [0, n) that a text selects.
@@ -479,31 +376,79 @@ def hash64(x, key):
     return x ^ (x >> np.uint64(31))
 
 
+# ---- sources
+
+def file_opener(cfg, tokenizer):
+    """open_dataset with the arguments that a config gives.
+
+    cfg: as for `open_text`, any object with the fields under "data" in config.py, and batch_size,
+    eval_batches, eval_batch_size, seq_len, vocab_size, seed, cache_dir and out_dir.
+    """
+    seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}
+    seq_format["vocab_size"] = cfg.vocab_size or tokenizer["vocab_size"]
+    return partial(
+        open_dataset, tokenizer=tokenizer, seq_format=seq_format, dtype=cfg.data_dtype,
+        folder=_token_cache_folder(cfg), eod_id=cfg.eod_id, columns=cfg.columns)
+
+
+def make_source(dataset, build_batch, cfg, tokenizer):
+    """The source of a dataset, see `open_text`. It has these keys more:
+        "dataset": the result of make_dataset or mix,
+        "summary": a text to print,
+        "preview": () -> documents to print, see show_examples,
+        "examples": of validation data, the values per example of a batch, see examples_in,
+        "bytes_per_token": number, or None when unknown,
+        "prompt": () -> ids at the beginning of a sample.
+
+    build_batch: batch_at or eval_batch_at.
+    """
+    def batch(index, rows, batch_size=cfg.batch_size):
+        return build_batch(dataset, index, batch_size, rows=rows)
+
+    batch(0, [0])  # a wrong id is an error before the compilation
+    return {
+        "n": dataset["n"],
+        "dataset": dataset,
+        "batch": batch,
+        "fingerprint": fingerprint(dataset),
+        "summary": describe(dataset),  # optional: summaries
+        "preview": lambda: show_examples(dataset, tokenizer),  # optional: examples
+        "examples": partial(examples_in, dataset),  # optional: values per example
+        "bytes_per_token": bytes_per_token(dataset),
+        "prompt": lambda: preview_prompt(dataset),  # optional: prompts of samples
+    }
+
+
+def n_eval_batches(n, batch_size, limit):
+    """The number of batches in an evaluation of n examples. limit: 0 for all of them."""
+    return min(ceil(n / batch_size), limit or n)
+
+
 # ---- text files to tokens
 
 def expand(patterns, lenient=False, field="data"):
     """The matching files, sorted within each pattern, each file once.
 
-    field: the name of the flag, for the error and to choose a split. Raises ValueError for a
-    pattern without a match, unless lenient.
+    patterns: files, globs or dataset folders. field: the name of the flag, for the error and to
+    choose a split. Raises ValueError for a pattern without a match, unless lenient.
     """
     paths = {}  # by real path: a link counts as its target
     for pattern in map(str, patterns):
         pattern = hub_path(pattern, field=field)  # optional: names on the Hub
-        is_found = False
+        found = {}
         for name in _matches(pattern):
             # Optional: a folder with splits, written by the datasets library.
             if os.path.isfile(os.path.join(name, "dataset_dict.json")):
                 name = _choose_split(name, field)
             # A folder written by the datasets library has a state.json.
             if os.path.isfile(name) or os.path.isfile(os.path.join(name, "state.json")):
-                paths[os.path.realpath(name)] = Path(name)
-                is_found = True
-        if not is_found and not lenient:
+                found[os.path.realpath(name)] = Path(name)
+        if not found and not lenient:
             reason = "no such file, and no file matches it as a glob"
             if os.path.isdir(pattern):
                 reason = "is a folder; name its files, as in 'FOLDER/*.txt'"
             raise ValueError(f"{field} {pattern!r}: {reason}")
+        paths |= found
     return list(paths.values())
 
 
@@ -526,16 +471,14 @@ def _standard_library():
 
 
 def tokenize_files(paths, tokenizer, folder, columns=()):
-    """Tokenize the documents of these files into one shard, in a subfolder of `folder`.
+    """Tokenize the documents of these files into one shard, in a subfolder of `folder`. It is named
+    after their content, the columns (see `rows_in`) and the tokenizer. An existing one is read.
 
-    columns: see `rows_in`. The subfolder is named after the content of the files, the columns and
-    the tokenizer; an existing one is read. With several processes, one does the work and the others
-    wait.
     Returns {
         "name": for messages,
         "tokens": a mapped file, [tokens],
         "documents": int64 [documents, 2], first token of each and the one after its last,
-        "sources": int64 [documents, 2], index in "paths" of its file, and its index in that file;
+        "sources": int64 [documents, 2], index of its file in "paths", and its index in that file;
             absent in older folders,
         "bytes_at": int64 [n, 2], number of tokens and of bytes of their text at the start and
             after each piece of text; a bos or eos counts as one byte,
@@ -544,21 +487,18 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
         "counts": {name: number of documents read, of documents skipped, ...},
         "path", "file_size": of a file that must not change,
         "paths": [files]}.
-    A shard of a token file has no "documents", "sources", "paths", "ignored" and "counts", but an
-    "eod_id".
-    With packing, make_dataset adds "row_bounds" and "spans", see `_pack_shard`. When packed
-    documents are split, both sides keep all tokens and differ in "documents".
+    A token file has an "eod_id" in place of "documents", "sources", "paths", "ignored" and
+    "counts". With packing, make_dataset adds "row_bounds" and "spans", see `_pack_shard`.
     """
+    check_has_end(tokenizer, paths[0])
     name = str(paths[0])
     if len(paths) > 1:
         name += f" and {len(paths) - 1} more"
     cached = Path(folder, _cache_key(paths, tokenizer, columns))
+    write = partial(_write_shard, paths, tokenizer, columns)
     read = partial(_read_shard, cached, tokenizer["dtype"])
-    shard = read()  # also works on a read-only disk
-    if shard is None:
-        write = partial(_write_shard, paths, tokenizer, columns)
-        with as_value_error(f"{name}: cannot be tokenized into --token_cache {folder}", OSError):
-            shard = _write_once(cached, write, read)
+    with as_value_error(f"{name}: cannot be tokenized into --token_cache {folder}", OSError):
+        shard = _write_once(cached, write, read)
     return shard | {"name": name, "token_offset": 0, "path": cached / "tokens", "paths": paths}
 
 
@@ -574,7 +514,7 @@ def _read_shard(folder, dtype):
                 return None
             if n_bytes:  # an empty file cannot be mapped
                 mapped = np.memmap(folder / name, dtypes.get(name, (np.int64, 2)), "r")
-                shard[name] = np.asarray(mapped)  # slicing a memmap takes longer than copying a row
+                shard[name] = np.asarray(mapped)  # faster to slice than a memmap
     except (OSError, ValueError):
         return None
     return shard | {"counts": index["counts"], "file_size": shard["tokens"].nbytes}
@@ -614,7 +554,17 @@ def _write_documents(records, tokenizer, files):
     """
     bos = tokenizer["bos"]
     eos = tokenizer["eos"]
-    append = partial(_append_ids, files["tokens"], files["ignored"], tokenizer["dtype"])
+    dtype = tokenizer["dtype"]
+
+    def append(ids, is_ignored):
+        """Append ids, and for each or for all whether it is no label; return the number so far."""
+        n = files["tokens"].tell() // dtype.itemsize
+        if np.any(is_ignored):
+            files["ignored"].seek(n)  # the bytes in between read as zeros
+            files["ignored"].write(np.full(len(ids), is_ignored, np.uint8))
+        files["tokens"].write(np.asarray(ids, dtype))
+        return n + len(ids)
+
     counts = Counter({"documents": 0, "empty skipped": 0})
     is_first = True  # the next record begins a document
     last_kind = ""  # of the document before
@@ -669,26 +619,14 @@ def _write_documents(records, tokenizer, files):
 def _cut_ends(record, begin, eos, is_first, tokenizer):
     """Take the id `begin` from the beginning of a text, and eos from its end, out of its record."""
     ids = record["ids"]
-    first = int(is_first and len(ids) > 0 and ids[0] == begin)
-    last = len(ids) - int(record["is_last"] and len(ids) > first and ids[-1] == eos)
+    first = int(is_first and begin in ids[:1])
+    last = len(ids) - int(record["is_last"] and eos in ids[first:][-1:])
     if last - first < len(ids):
         cut = np.concatenate([ids[:first], ids[last:]])
         record["n_bytes"] -= len(tokenizer["decode"](cut).encode())
         record["ids"] = ids[first:last]
         if np.ndim(record["ignored"]):
             record["ignored"] = record["ignored"][first:last]
-
-
-def _append_ids(tokens, ignored, dtype, ids, is_ignored):
-    """Append ids to the file `tokens`, and a mask to the file `ignored`: which ids are not labels,
-    one bool for each id or for all. Return the number of tokens so far.
-    """
-    n = tokens.tell() // dtype.itemsize
-    if np.any(is_ignored):
-        ignored.seek(n)  # the bytes in between read as zeros
-        ignored.write(np.full(len(ids), is_ignored, np.uint8))
-    tokens.write(np.asarray(ids, dtype))
-    return n + len(ids)
 
 
 MOST_ROWS = 512  # records that are encoded together: a tokenizer's library uses all cores
@@ -735,8 +673,8 @@ def read_record(row, where, tokenizer):
         "has_end": of a chat: False if no special token ends the answer at its end,
         "ids", "ignored": of token ids, see encode_records}.
 
-    Raises ValueError naming `where` for a row without these columns, for a column that would reach
-    no token, and for broken text.
+    Raises ValueError naming `where` for a row in another form, and for a column that would reach no
+    token.
     """
     with as_value_error(where, ValueError, TypeError):
         if not isinstance(row, dict):
@@ -804,15 +742,15 @@ def _numbers(value):
     return [x or 0 for x in value] if is_list else []
 
 
-# {form of a row: the columns that it must have}. Lists may also be written as JSON.
-FORMS = {
-    "text": ("text",),
-    "prompt, completion": ("prompt", "completion"),
-    "messages": ("messages",),
-    "conversations": ("conversations",),  # ShareGPT
-    "instruction, output": ("instruction", "output"),  # Alpaca
-    "input_ids": ("input_ids",),
-}
+# Forms of a row: the columns that it must have. Lists may also be written as JSON.
+FORMS = (
+    "text",
+    "prompt, completion",
+    "messages",
+    "conversations",  # ShareGPT
+    "instruction, output",  # Alpaca
+    "input_ids",
+)
 # Columns that a row may have beside those of its form.
 OPTIONAL_COLUMNS = ("system", "tools", "input", "labels", "attention_mask")
 # Columns with a meaning for a model or a trainer: an error in a row that does not use them.
@@ -834,9 +772,9 @@ def _is_empty(value):
 def _find_form(row):
     """The one form of `FORMS` that a row has. Raises ValueError for none or several."""
     found = []
-    for form, names in FORMS.items():
+    for form in FORMS:
         types = str if form in ("text", "instruction, output") else (str, list)
-        if all(isinstance(row.get(name), types) for name in names):
+        if all(isinstance(row.get(name), types) for name in form.split(", ")):
             found.append(form)
     if len(found) != 1:
         fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
@@ -850,11 +788,11 @@ def encode_records(records, tokenizer):
     that is not a label, or one bool for all ids.
     """
     # All texts in one list: a tokenizer's library uses all cores for a list.
-    texts = [record for record in records if record["kind"] == "text"]
+    texts = [record for record in records if record["kind"] in ("text", "pair")]
     encoded = tokenizer["encode_batch"]([record["text"] for record in texts])
     for record, ids in zip(texts, encoded):
         record.update(ids=ids, ignored=False)
-    _encode_pairs_and_chats(records, tokenizer)  # optional: prompts and chats
+    _encode_completions_and_chats(records, tokenizer)  # optional: prompts and chats
     return records
 
 
@@ -866,9 +804,9 @@ def rows_in(path, size, columns=()):
     NAME=COLUMN; rows of other files then have only the value of COLUMN under NAME.
     """
     # Optional: tables, and JSON.
-    read_rows = _row_reader(path, columns)
-    if read_rows:
-        for where, row in read_rows(path):
+    rows = _rows_of_format(path, columns)
+    if rows:
+        for where, row in rows:
             yield where, _named_columns(row, columns, where) if columns else row, True
     else:
         with _open_utf8(path) as file:
@@ -883,28 +821,19 @@ def _named_columns(row, columns, where):
         return {name: row[column] for name, column in pairs}
 
 
-def _file_kind(path):
-    """The name of a file in lower case, without the suffix of compression."""
-    return path.name.lower().removesuffix(".gz").removesuffix(".zst")
-
-
 @contextlib.contextmanager
 def _open_utf8(path):
-    """Open a text file. Errors in reading it are ValueErrors that name it."""
-    with (as_value_error(f"{path}: cannot be read (not UTF-8, cut off, or zstd --long?)", OSError,
-                         EOFError, zlib.error, UnicodeDecodeError),
-          io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline="\n") as file):
-        yield file
-
-
-def _open_bytes(path):
-    """Open a file for reading, decompressed."""
-    if path.suffix.lower() == ".gz":
-        return gzip.open(path)
-    if path.suffix.lower() == ".zst":
-        # pyarrow's reader detects a truncated file, zstandard's does not.
-        return require("pyarrow", path).input_stream(str(path), compression="zstd")
-    return open(path, "rb")
+    """Open a text file, decompressed. Errors in reading it are ValueErrors that name it."""
+    with as_value_error(f"{path}: cannot be read (not UTF-8, cut off, or zstd --long?)", OSError,
+                        EOFError, zlib.error, UnicodeDecodeError):
+        if path.suffix.lower() == ".zst":
+            # pyarrow's reader detects a truncated file, zstandard's does not.
+            content = require("pyarrow", path).input_stream(str(path), compression="zstd")
+        else:
+            opener = gzip.open if path.suffix.lower() == ".gz" else open
+            content = opener(path, "rb")
+        with io.TextIOWrapper(content, encoding="utf-8-sig", newline="\n") as file:
+            yield file
 
 
 def _text_pieces(file, size):
@@ -975,6 +904,9 @@ def _write_once(folder, write, read):
     """Make `folder` by write(temporary folder), unless read() finds it complete; return what read()
     then returns. Of several processes one writes, and the others wait for its lock.
     """
+    found = read()  # without a lock: the disk may be read-only
+    if found is not None:
+        return found
     temporary = folder.with_suffix(".partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w", encoding="utf-8") as lock:
@@ -987,7 +919,7 @@ def _write_once(folder, write, read):
                 temporary.rename(folder)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-        return read()
+    return read()
 
 
 # ---- the tokenizer
@@ -1057,19 +989,18 @@ def _read_tokenizer(name, eos_token, written_at):
         return text
 
     encode_batch = partial(as_arrays, library["encode_batch"])
-    continuations = library.get("encode_continuations", library["encode_batch"])
     special_tokens = library.get("special_tokens", {})
-    defaults = {
+    tokenizer = {
+        "encode_continuations": library["encode_batch"],
         "encode_with_offsets": lambda texts: [],  # without a chat template there are no chats
         "bos": None, "stops": {eos} - {None}, "special_tokens": special_tokens,
         "openings": {*special_tokens.values()}, "chat": lambda: None, "key": name,
         "piece": 2**14 if _can_cut(encode_batch, special_tokens) else -1,
-    }
-    tokenizer = defaults | library
+    } | library
     return tokenizer | {
         "name": name, "key": [tokenizer["key"], eos_token], "dtype": dtype, "decode": decode,
         "encode": lambda text: encode_batch([text])[0], "encode_batch": encode_batch,
-        "encode_continuations": partial(as_arrays, continuations),
+        "encode_continuations": partial(as_arrays, tokenizer["encode_continuations"]),
     }
 
 
@@ -1223,9 +1154,7 @@ def _cut_tokens(shard, cut, seq_len):
     if len(shard["tokens"]) - cut <= seq_len:
         return shard, None
 
-    names = [name for name in ("tokens", "ignored") if name in shard]
-    first = shard | {name: shard[name][:cut] for name in names}
-    second = shard | {name: shard[name][cut:] for name in names}
+    first, second = _cut_arrays(shard, ("tokens", "ignored"), cut)
     second["token_offset"] += cut  # "documents" count tokens from the start of the shard
     return first, second
 
@@ -1236,12 +1165,33 @@ def _cut_documents(shard, cut):
     n_first = len(documents)
     if cut < len(shard["tokens"]):  # the second side gets a document
         n_first = min(np.searchsorted(documents[:, 0], cut), n_first - 1)
-    names = [name for name in ("documents", "sources") if name in shard]
-    return (shard | {name: shard[name][:n_first] for name in names},
-            shard | {name: shard[name][n_first:] for name in names})
+    return _cut_arrays(shard, ("documents", "sources"), n_first)
+
+
+def _cut_arrays(shard, names, n):
+    """Two copies of a shard: with the first n items of these arrays, and with the others."""
+    arrays = {name: shard[name] for name in names if name in shard}
+    return [shard | {name: x[part] for name, x in arrays.items()}
+            for part in (slice(n), slice(n, None))]
 
 
 # ---- sets of files
+
+def find_sets(parts, cfg):
+    """The sets of files that a config names: (weights of the training sets, {name: files} of these,
+    {name: files} of validation sets). A set without a name is named "", one without a weight has
+    none. parts: see `open_text`.
+    """
+    weights = mixture_weights(cfg.data)
+    train_sets = {name: [name] for name in weights} or {"": cfg.data}
+    val_sets = named_sets(cfg.val_data)
+    # Optional: data in buckets.
+    val_sets = fetch_buckets("val_data", val_sets, cfg)
+    if "train" in parts or not val_sets:
+        train_sets = fetch_buckets("data", train_sets, cfg)
+    check_disjoint({"data": train_sets, "val_data": val_sets})
+    return [*weights.values()], train_sets, val_sets
+
 
 def mixture_weights(entries):
     """{pattern: weight} of entries PATTERN=WEIGHT, as in cfg.data; {} if no entry has a weight.
@@ -1293,14 +1243,15 @@ def _choose_split(folder, field):
 # ---- checks of files and ids
 
 def check_disjoint(sets):
-    """Raise ValueError for a file that is in two of these sets: (field, name, patterns)."""
+    """Raise ValueError for a file in two of these sets: {field: {name: patterns}}."""
     field_of = {}
-    for field, _, patterns in sets:
-        for path in map(os.path.realpath, expand(patterns, lenient=True, field=field)):
-            if path in field_of:
-                raise ValueError(f"{path}: is in two sets, of {field_of[path]} and {field}; take "
-                                 "it out of one")
-            field_of[path] = field
+    for field, named in sets.items():
+        for patterns in named.values():
+            for path in map(os.path.realpath, expand(patterns, lenient=True, field=field)):
+                if path in field_of:
+                    raise ValueError(f"{path}: is in two sets, of {field_of[path]} and {field}; "
+                                     "take it out of one")
+                field_of[path] = field
 
 
 def _check_sequences(dataset):
@@ -1380,7 +1331,6 @@ def mix(datasets, weights):
 
     Each dataset has separate epochs. After any number of sequences the counts are within 1 of
     exact; they are exact in every batch whose size allows it.
-    Raises ValueError for weights that are not above 0 or repeat after more than 10,000 sequences.
     """
     weights = [Fraction(weight) for weight in weights]
     fractions = [weight / (sum(weights) or 1) for weight in weights]
@@ -1393,16 +1343,14 @@ def mix(datasets, weights):
     # Lay out a cycle. Each position goes to one of the datasets that are not ahead of their
     # fraction: the one that would fall behind first.
     counts = [0] * len(datasets)  # sequences of each dataset so far
-    dataset_of = []  # the dataset at each position of the cycle
-    rank_of = []  # earlier sequences of the same dataset in the cycle
+    cycle = []  # for each position the dataset, and how many of its sequences come before
     for position in range(n_cycle):
         due = []
         for i, (n, fraction) in enumerate(zip(counts, fractions)):
             if n <= fraction * position:
                 due.append((ceil((n + 1) / fraction), i))  # the deadline of its next sequence
         _, chosen = min(due)
-        dataset_of.append(chosen)
-        rank_of.append(counts[chosen])
+        cycle.append((chosen, counts[chosen]))
         counts[chosen] += 1
 
     # The joined dataset has the shards of all. Its epoch ends when each has been read once.
@@ -1412,8 +1360,7 @@ def mix(datasets, weights):
     joined["n"] = max(ceil(n / fraction) for n, fraction in zip(sizes.tolist(), fractions))
     joined["mixture"] = {
         "datasets": datasets,
-        "dataset_of": np.array(dataset_of),
-        "rank_of": np.array(rank_of),
+        "cycle": np.array(cycle),
         "counts": np.array(counts),  # sequences of each dataset in a cycle
         "sizes": sizes,
         "first_examples": sizes.cumsum() - sizes,  # of each dataset, in the joined one
@@ -1423,10 +1370,10 @@ def mix(datasets, weights):
 
 def _mixture_examples(mixture, draws, seed):
     """The example of each draw, in [0, sequences of all datasets)."""
-    cycles, positions = np.divmod(draws, len(mixture["dataset_of"]))
-    dataset_of = mixture["dataset_of"][positions]
+    cycles, positions = np.divmod(draws, len(mixture["cycle"]))
+    dataset_of, n_before = mixture["cycle"][positions].T
     # Each dataset counts its own draws.
-    draws = cycles * mixture["counts"][dataset_of] + mixture["rank_of"][positions]
+    draws = cycles * mixture["counts"][dataset_of] + n_before
     examples = shuffled(draws, mixture["sizes"][dataset_of], seed)
     return mixture["first_examples"][dataset_of] + examples
 
@@ -1518,11 +1465,11 @@ def _pack_shard(shard, seq_format):
                          "has none; use text or .jsonl")
 
     # Truncate documents longer than a row and its last label.
-    longest = seq_format["seq_len"] + 1
+    T = seq_format["seq_len"]
     starts, stops = shard["documents"].T
     if seq_format["truncation"] == "keep_end":
-        starts = np.maximum(starts, stops - longest)
-    stops = np.minimum(stops, starts + longest)
+        starts = np.maximum(starts, stops - T - 1)
+    stops = np.minimum(stops, starts + T + 1)
 
     # The last token is a label only. A document without a label goes into no row.
     lengths = np.maximum(stops - starts - 1, 0)
@@ -1532,9 +1479,8 @@ def _pack_shard(shard, seq_format):
         ignored = np.append(shard["ignored"], np.uint8(0))  # a border may be at the end
         n_ignored = np.add.reduceat(ignored, borders, dtype=np.int64)[::2]
         lengths = np.where(n_ignored < lengths, lengths, 0)
-    bounds, items = pack(lengths, longest - 1, one_each=packing == "none")
-    spans = np.stack([starts, stops], axis=1)[items]
-    return shard | {"row_bounds": bounds, "spans": spans}
+    bounds, items = pack(lengths, T, one_each=packing == "none")
+    return shard | {"row_bounds": bounds, "spans": np.stack([starts, stops], axis=1)[items]}
 
 
 def _packed_batch(shards, offsets, seq_format):
@@ -1554,15 +1500,14 @@ def _packed_batch(shards, offsets, seq_format):
             column = T - int((np.diff(spans) - 1).sum())
         for number, (start, stop) in enumerate(spans.tolist(), 1):
             n = stop - start - 1
-            columns = slice(column, column + n)
+            place = row, slice(column, column + n)
             tokens = shard["tokens"][start:stop].astype(np.int32)
-            labels = tokens[1:]
+            batch["tokens"][place] = tokens[:-1]
+            batch["labels"][place] = tokens[1:]
             if "ignored" in shard:
-                labels = np.where(shard["ignored"][start + 1 : stop], IGNORE, labels)
-            batch["tokens"][row, columns] = tokens[:-1]
-            batch["labels"][row, columns] = labels
-            batch["segments"][row, columns] = number
-            batch["positions"][row, columns] = np.arange(n)
+                batch["labels"][place][shard["ignored"][start + 1 : stop] == 1] = IGNORE
+            batch["segments"][place] = number
+            batch["positions"][place] = np.arange(n)
             column += n
     check_ids(np.maximum(batch["tokens"], batch["labels"]), seq_format["vocab_size"], shards)
     return batch
@@ -1570,14 +1515,15 @@ def _packed_batch(shards, offsets, seq_format):
 
 def _describe_packing(dataset):
     """Facts about documents in sequences."""
-    seq_format = dataset["seq_format"]
-    n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in dataset["shards"]]) - 1
-    n_used = np.concatenate([np.diff(shard["spans"]) for shard in dataset["shards"]]) - 1
-    padding = 1 - n_used.sum() / (dataset["n"] * seq_format["seq_len"])
-    is_cut = n_used.sum() < n_tokens.sum()
-    cut = f" (--truncation {seq_format['truncation']})" if is_cut else ""
-    return [f"{len(n_used):,} of {len(n_tokens):,} documents in {dataset['n']:,} sequences",
-            f"{n_used.sum():,} of {n_tokens.sum():,} tokens{cut}, {padding:.1%} padding"]
+    def n_tokens(name):
+        return np.concatenate([np.diff(shard[name]) for shard in dataset["shards"]]) - 1
+
+    n_given, n_used = n_tokens("documents"), n_tokens("spans")
+    T, truncation = dataset["seq_format"]["seq_len"], dataset["seq_format"]["truncation"]
+    cut = f" (--truncation {truncation})" if n_used.sum() < n_given.sum() else ""
+    return [f"{len(n_used):,} of {len(n_given):,} documents in {dataset['n']:,} sequences",
+            f"{n_used.sum():,} of {n_given.sum():,} tokens{cut}, "
+            f"{1 - n_used.sum() / (dataset['n'] * T):.1%} padding"]
 
 
 # ---- token files
@@ -1586,7 +1532,7 @@ def _describe_packing(dataset):
 LLMC_HEADERS = {(20240520, 1): np.dtype("uint16"), (20240801, 7): np.dtype("uint32")}
 
 
-def _open_token_files(paths, seq_format, dtype, eod_id):
+def _map_token_files(paths, seq_format, dtype, eod_id):
     """Open token files, each as a shard without documents. eod_id: the id between them; dtype: of
     .bin files without a header.
     """
@@ -1596,7 +1542,7 @@ def _open_token_files(paths, seq_format, dtype, eod_id):
     shards = []
     for path in paths:
         tokens = _map_npy(path) if path.suffix.lower() == ".npy" else _map_bin(path, dtype)
-        # A plain array of the mapped file: slicing a memmap takes longer than copying a row.
+        # A plain array is faster to slice than a memmap.
         shards.append({"name": str(path), "tokens": np.asarray(tokens), "token_offset": 0,
                        "eod_id": eod_id, "path": path, "file_size": path.stat().st_size})
     return shards
@@ -1693,14 +1639,13 @@ def _read_prompt_or_chat(form, row, tokenizer):
     return {"kind": "chat", "text": text, "spans": spans, "has_end": has_end}
 
 
-def _encode_pairs_and_chats(records, tokenizer):
-    """Add "ids" and "ignored" to the records of prompts with completions, and of chats."""
+def _encode_completions_and_chats(records, tokenizer):
+    """Add the completions to "ids" and "ignored" of prompts; add both to records of chats."""
     pairs = [record for record in records if record["kind"] == "pair"]
-    prompts = tokenizer["encode_batch"]([record["text"] for record in pairs])
     completions = tokenizer["encode_continuations"]([record["completion"] for record in pairs])
-    for record, prompt, completion in zip(pairs, prompts, completions):
-        record["ids"] = np.concatenate([prompt, completion])
-        record["ignored"] = np.repeat([1, 0], [len(prompt), len(completion)])
+    for record, ids in zip(pairs, completions):
+        record["ignored"] = np.repeat([1, 0], [len(record["ids"]), len(ids)])
+        record["ids"] = np.concatenate([record["ids"], ids])
 
     chats = [record for record in records if record["kind"] == "chat"]
     encoded = tokenizer["encode_with_offsets"]([record["text"] for record in chats])
@@ -1805,13 +1750,12 @@ def _functions(holders):
 def render_chat(messages, tools, tokenizer, n_prompt=0):
     """Render a conversation in the tokenizer's chat template: (text, spans, has_end).
 
-    spans: [first, last) of the characters of the text that are labels: the messages of the
-    assistant after the first n_prompt messages, each with the mark that ends it. The template marks
-    them by {% generation %}; otherwise `_answer_span` finds each. has_end: False if the text ends
-    with an answer and no special token ends it. tools: None, a list, or its JSON.
-    Raises ValueError for a message that is not in the text, or that it cannot find there.
+    spans: [first, last) of the characters that are labels: the messages of the assistant after the
+    first n_prompt messages, each with the mark that ends it. The template marks them by
+    {% generation %}; otherwise `_answer_span` finds each. has_end: False if the text ends with an
+    answer and no special token ends it. tools: None, a list, or its JSON.
     """
-    messages, render, text = _open_chat(messages, tools, tokenizer)
+    messages, render, text = _prepare_chat(messages, tools, tokenizer)
     special = tokenizer["chat"]()["special"]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     spans = render(messages, marked=True)
@@ -1839,7 +1783,7 @@ UNDECIDED = ("cannot determine which characters of the rendered chat it became; 
              "that marks each answer by {% generation %}")
 
 
-def _open_chat(messages, tools, tokenizer, add_generation_prompt=False):
+def _prepare_chat(messages, tools, tokenizer, add_generation_prompt=False):
     """The messages as the tokenizer's chat template expects them, a function that renders messages,
     see `_load_chat_template`, and the rendered text.
     """
@@ -1859,6 +1803,7 @@ def _open_chat(messages, tools, tokenizer, add_generation_prompt=False):
         with as_value_error(f"message {i}", ValueError):
             cleaned.append(_clean_message(message, source))
     render = partial(template["render"], tools=tools)
+    render_whole = partial(render, add_generation_prompt=add_generation_prompt)
     # Without a text beside calls, templates expect no content, or null, or an empty text.
     bare = []
     for message in cleaned:
@@ -1870,9 +1815,8 @@ def _open_chat(messages, tools, tokenizer, add_generation_prompt=False):
     errors = []
     for filled in candidates:
         try:
-            text = render(filled, add_generation_prompt=add_generation_prompt)
-            _check_rendered(partial(render, add_generation_prompt=add_generation_prompt), filled,
-                            text)
+            text = render_whole(filled)
+            _check_rendered(render_whole, filled, text)
             return filled, render, text
         except ValueError as e:
             errors.append(e)
@@ -1898,29 +1842,30 @@ def _check_rendered(render, messages, text):
 
 
 def _answer_span(render, messages, text, i, special):
-    """(first, last, has_end) of the answer messages[i] in `text`, the rendered conversation.
+    """(first, last, has_end) of the answer messages[i] in `text`, the rendered conversation: its
+    characters, from where the prompt for it ends to the mark that ends it, and whether that mark is
+    a special token.
 
-    [first, last) are its characters, from where the prompt for it ends to the mark that ends it.
-    has_end: whether that mark is a special token.
     They are found in copies of the conversation in which a number that the text does not have
     stands for a message. Raises ValueError with the reason where they cannot be found.
     """
     mark, history_mark = islice(_numbers_not_in(text), 2)
     history, following = messages[:i], messages[i + 1 :]
     answer = {"role": "assistant", "content": mark}
-    _, last_after = _around(mark, render([*history, answer]))
-    ending = _ending(render, [*history, answer], last_after, mark, special)
+    around = partial(_around, render, mark)
+    _, last_after = around([*history, answer])
+    ending = _ending(around, [*history, answer], last_after, special)
     has_end = _special_end(ending, special) > 0
     if "tool_calls" in messages[i]:
         if ending != last_after.rstrip():
             raise ValueError("the template writes a header after the last answer")
         answer = _with_mark(messages[i], mark)
-        _, last_after = _around(mark, render([*history, answer]))
+        _, last_after = around([*history, answer])
         ending = last_after.rstrip()
 
     after = last_after
     if following:
-        _, after = _around(mark, render([*history, answer, *following]))
+        _, after = around([*history, answer, *following])
     n = _n_common(after, last_after if not has_end else ending)
     is_same = after.startswith(ending)
     if not is_same:  # the last answer ends in another way, as in Phi's templates
@@ -1955,27 +1900,28 @@ def _with_mark(message, mark):
     return message | {"tool_calls": [*calls, call]}
 
 
-def _around(mark, text):
-    """The text before and after a mark."""
+def _around(render, mark, messages, add_generation_prompt=False):
+    """The rendered text before and after a mark in these messages."""
+    text = render(messages, add_generation_prompt=add_generation_prompt)
     before, found, after = text.partition(mark)
     if not found:
         raise ValueError("the template does not render another text in its place")
     return before, after
 
 
-def _ending(render, messages, last_after, mark, special):
+def _ending(around, messages, last_after, special):
     """The text that ends an answer, the last of `messages`, which is a mark. last_after: the text
-    after it.
+    after it. around: see `_around`.
     """
     ending = last_after.rstrip()
     prompted = ""
     if ending != _special_token(ending, special):
-        _, prompted = _around(mark, render(messages, add_generation_prompt=True))
+        _, prompted = around(messages, add_generation_prompt=True)
     if prompted != last_after:
         return ending
     # Some templates always write the header of one more answer.
     question = {"role": "user", "content": "?"}
-    _, before_question = _around(mark, render([*messages, question]))
+    _, before_question = around([*messages, question])
     if before_question.startswith(ending):
         return ending
     common = ending[: _n_common(before_question, ending)]
@@ -1988,6 +1934,7 @@ def _ending(render, messages, last_after, mark, special):
 def _answer_start(render, messages, text, i, mark, history_mark, ending, special):
     """Where the answer messages[i] begins in `text`: where the prompt for it ends."""
     history = messages[:i]
+    around = partial(_around, render, mark)
     prompt = unprompted = None
     with contextlib.suppress(ValueError):  # as of no messages, or of a system message alone
         prompt = render(history, add_generation_prompt=True)
@@ -2005,10 +1952,10 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, special
 
     answer = [{"role": "assistant", "content": mark}, *messages[i + 1 :]]
     try:
-        before, _ = _around(mark, render([*history, *answer]))
+        before, _ = around([*history, *answer])
     except ValueError:  # as for the result of a tool without a call
         answer = answer[:1]
-        before, _ = _around(mark, render([*history, *answer]))
+        before, _ = around([*history, *answer])
     # Without a prompt, it begins where the text differs from that before the mark.
     if not opening or not history:
         start = _n_common(text, before)
@@ -2023,7 +1970,7 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, special
     # between the message before and the answer. The answer begins after as much of the prompt's
     # opening as the header has.
     copy = [*history[:-1], _with_mark(history[-1], history_mark)]
-    before_copy, _ = _around(mark, render([*copy, *answer]))
+    before_copy, _ = around([*copy, *answer])
     texts = (before_copy, render(copy), render(copy, add_generation_prompt=True))
     header, unprompted, prompt = (x.rpartition(history_mark)[2] for x in texts)
     opening = prompt[_token_start(prompt, _n_common(prompt, unprompted), special) :].lstrip()
@@ -2040,7 +1987,7 @@ def _answer_start(render, messages, text, i, mark, history_mark, ending, special
         # The common part must tell an answer from a question.
         question = header
         with contextlib.suppress(ValueError):
-            question, _ = _around(mark, render([*copy, {"role": "user", "content": mark}]))
+            question, _ = around([*copy, {"role": "user", "content": mark}])
         if not n or question.rpartition(history_mark)[2].startswith(header[: at + n]):
             raise ValueError("the text before it differs from the prompt for it")
     return start + n
@@ -2094,10 +2041,10 @@ def _ignore_outside(record, offsets, tokenizer):
 # ---- summaries
 
 def describe(dataset):
-    """A summary of a dataset in a few lines: what was read, what was skipped, and which tokens are
-    labels.
+    """A summary of a dataset in a few lines: the documents that were read and skipped, and the
+    fraction of labels.
     """
-    # Optional: several datasets, mixed by weight.
+    # Optional: datasets mixed by weight.
     if "mixture" in dataset:
         return _describe_mixture(dataset["mixture"])
     if dataset["seq_format"]["packing"] == "stream":
@@ -2107,25 +2054,20 @@ def describe(dataset):
     for shard in dataset["shards"]:
         if not shard["token_offset"]:  # the second part of a split has the same counts
             facts += [f"{n:,} {name}" for name, n in shard.get("counts", {}).items() if n]
-    lines = [", ".join(facts)]
+    text = ", ".join(facts)
     # Optional: tokens that are not labels.
     if any("ignored" in shard for shard in dataset["shards"]):
-        lines.append(_describe_labels(dataset))
-    return "\n".join(lines)
-
-
-def _describe_labels(dataset):
-    """The fraction of labels in the first sequences, without padding."""
-    batch = _first_sequences(dataset)
-    n_labels = np.count_nonzero(batch["labels"] != IGNORE)
-    n_tokens = np.count_nonzero(batch.get("segments", np.ones_like(batch["tokens"])))
-    return f"{n_labels / n_tokens:.1%} of the tokens are labels"
+        batch = _first_sequences(dataset)
+        fraction = (batch["labels"] != IGNORE).sum() / np.count_nonzero(batch["segments"])
+        text += f"\n{fraction:.1%} of the tokens are labels"
+    return text
 
 
 def _first_sequences(dataset):
-    """The batch of the first sequences, about 2^20 tokens: for summaries."""
+    """The batch of the first sequences, about 2^20 tokens, always with "segments"."""
     n = min(dataset["cum_counts"][-1], 1 + 2**20 // dataset["seq_format"]["seq_len"])
-    return read_sequences(dataset, np.arange(n))
+    batch = read_sequences(dataset, np.arange(n))
+    return {"segments": np.ones_like(batch["tokens"])} | batch
 
 
 # ---- examples
@@ -2142,7 +2084,7 @@ def show_examples(dataset, tokenizer):
     batch = _first_sequences(dataset)
     is_label = batch["labels"] != IGNORE
     for row in np.flatnonzero(is_label.any(axis=1))[:N_SHOWN]:
-        segments = batch.get("segments", np.ones_like(is_label))[row]
+        segments = batch["segments"][row]
         shown = segments == segments[np.argmax(is_label[row])]
         # The label after the last token is shown, too.
         ids = np.append(batch["tokens"][row, shown], batch["labels"][row, shown][-1])
@@ -2223,7 +2165,6 @@ def sample_prompts(cfg, tokenizer, source=None):
     They are, by the first of these fields that is set, the prompts in the file cfg.prompts, the
     question cfg.chat, or the text cfg.prompt; else the beginning of the data of `source`, if it has
     a "prompt"; else the token that begins a document.
-    Raises ValueError naming the field, or the file and line.
     """
     texts = [cfg.prompt]
     if cfg.prompts:
@@ -2304,7 +2245,7 @@ def chat_prompt(messages, tools, tokenizer):
     """Render a conversation up to the next answer, which a sample continues. tools: as in
     render_chat.
     """
-    messages, render, text = _open_chat(messages, tools, tokenizer, add_generation_prompt=True)
+    messages, render, text = _prepare_chat(messages, tools, tokenizer, add_generation_prompt=True)
     if messages[-1]["role"] == "assistant":
         raise ValueError("the last message is the assistant's; a sample would follow another")
     # Some templates have no prompt, and write the header of an answer only with the answer.
@@ -2321,15 +2262,13 @@ def turn_ends(tokenizer):
     end of a conversation and before another question.
     """
     template = tokenizer["chat"]()
-    if not template:
-        return set()
     answer = "forty-two"
     turn = [{"role": "user", "content": "A number?"}, {"role": "assistant", "content": answer}]
-    try:
-        _, *rests = template["render"](turn * 2, None).split(answer)
-    except ValueError:  # e.g. a template that needs tools; the declared ends remain
-        return set()
-    ends = [_special_token(rest.lstrip(), template["special"]) for rest in rests]
+    ends = []
+    if template:
+        with contextlib.suppress(ValueError):  # e.g. a template that needs tools
+            _, *rests = template["render"](turn * 2, None).split(answer)
+            ends = [_special_token(rest.lstrip(), template["special"]) for rest in rests]
     return {tokenizer["special_tokens"][end] for end in ends if end}
 
 
@@ -2338,11 +2277,9 @@ def preview_prompt(dataset):
     first evaluation row; for prompts and chats up to its first label.
     """
     batch = eval_batch_at(dataset, 0, 1)
-    ids, labels = batch["tokens"][0], batch["labels"][0]
-    # Optional: rows with several documents. Take the first one.
-    if "segments" in batch:
-        is_first = batch["segments"][0] == 1
-        ids, labels = ids[is_first], labels[is_first]
+    # Of several documents in a row, the first one.
+    segments = batch.get("segments", np.ones_like(batch["tokens"]))
+    ids, labels = batch["tokens"][segments == 1], batch["labels"][segments == 1]
     n_before = int(np.argmax(labels != IGNORE)) + 1  # ids before the first label
     if n_before == 1:  # text
         n_before = min(PREVIEW_TOKENS, len(ids) // 2)
@@ -2355,37 +2292,31 @@ JSON_FILES = (".json", ".jsonl", ".ndjson")
 JSON_OBJECT = re.compile(r'\{\s*".*\}')  # a line with one, or so it seems
 
 
-def _row_reader(path, columns):
-    """The function that yields (where, row) for the rows of a file or folder; None for a text file.
-    columns: see `rows_in`.
+def _rows_of_format(path, columns):
+    """An iterator over (where, row) of a table or a JSON file; None for a text file. columns: see
+    `rows_in`.
     """
-    kind = _file_kind(path)
-    if kind.endswith((".csv", ".tsv")):
+    name = path.name.lower().removesuffix(".gz").removesuffix(".zst")
+    if name.endswith((".csv", ".tsv")):
         raise ValueError(f"{path}: must be .jsonl or .parquet; convert it by "
                          f"pandas.read_csv({str(path)!r}).to_parquet('rows.parquet')")
-    if path.is_dir() or kind.endswith((".parquet", ".arrow", ".feather")):
-        return partial(_table_rows, columns=columns)
+    if path.is_dir() or name.endswith((".parquet", ".arrow", ".feather")):
+        return _table_rows(path, columns)
     # JSON may have any name. If most of its first lines are objects, the others are errors.
-    lines = _first_lines(path)
+    with _open_utf8(path) as file:
+        lines = list(islice(filter(None, map(str.strip, file)), 3))
     n_objects = sum(bool(JSON_OBJECT.fullmatch(line.strip("[],"))) for line in lines)
-    if kind.endswith(JSON_FILES) or n_objects > len(lines) / 2:
-        return _json_rows
+    if name.endswith(JSON_FILES) or n_objects > len(lines) / 2:
+        return _json_rows(path, is_lines=not lines or JSON_OBJECT.fullmatch(lines[0]))
     return None
 
 
-def _first_lines(path):
-    """The first lines of a text file that are not blank."""
-    with _open_utf8(path) as file:
-        return list(islice(filter(None, map(str.strip, file)), 3))
-
-
-def _json_rows(path):
-    """Yield the rows of a JSON file: one a line; or, if its first line is not an object, the one
-    value in the file, or its items if it is an array.
+def _json_rows(path, is_lines):
+    """Yield the rows of a JSON file: one a line; or the one value in the file, or its items if it
+    is an array.
     """
-    first_lines = _first_lines(path)
     with _open_utf8(path) as file:
-        if not first_lines or JSON_OBJECT.fullmatch(first_lines[0]):
+        if is_lines:
             for i, line in enumerate(file, 1):
                 if line.strip():
                     where = f"{path} line {i}"
@@ -2397,7 +2328,7 @@ def _json_rows(path):
 
 
 def _parse_json(text, where):
-    try:  # plain: a context manager for each line would take a tenth of the time of reading
+    try:  # not as_value_error, which is slower for each line
         return json.loads(text)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{where}: corrupted, or not JSON with a row a line or one array: "
@@ -2436,7 +2367,7 @@ def is_read(name, columns):
     if columns:
         return name in {entry.partition("=")[2] for entry in columns}
     names = {"prompt", "chosen", "rejected", "label", *OPTIONAL_COLUMNS, *UNREAD_COLUMNS}
-    return name in names.union(*FORMS.values()) or "weight" in name
+    return name in names.union(", ".join(FORMS).split(", ")) or "weight" in name
 
 
 def _arrow_batches(path):
@@ -2555,9 +2486,7 @@ def _hf_tokenizer(name, eos_token):
     # with token files. A model tuned on chats may end a text by several ids.
     eos_name = eos_token or (loaded and loaded.eos_token)
     known = [i for i in map(tok.token_to_id, EOS_NAMES) if i is not None][:1]
-    eos = tok.token_to_id(eos_name) if eos_name else None
-    if not eos_name and known:
-        eos = known[0]
+    eos = tok.token_to_id(eos_name) if eos_name else next(iter(known), None)
     generation = Path(name, "generation_config.json")
     settings = json.loads(generation.read_bytes()) if generation.is_file() else {}
     stops = {eos, *known, *np.ravel(settings.get("eos_token_id", [])).tolist()} - {None}
@@ -2730,7 +2659,6 @@ def hub_path(name, weights=False, field="data"):
     name: hf://ORG/NAME, a model or tokenizer; hf://datasets/ORG/NAME/PATTERN, files of a data set;
     hf://datasets/ORG/NAME, the parquet files of its split for `field`. @REVISION may follow NAME. A
     PATTERN may have * and **. weights: also fetch those of a model.
-    Raises ValueError when the files cannot be fetched and are not in the cache.
     """
     if not name.startswith("hf://"):
         return name
@@ -2780,12 +2708,12 @@ def _hub_split(library, name, repo, revision, field):
 
 # ---- data in buckets
 
-def fetch_buckets(sets, cfg):
-    """Sets of files, (field, name, patterns), with local paths in place of URLs of buckets."""
-    fetched = []
-    for field, name, patterns in sets:
+def fetch_buckets(field, sets, cfg):
+    """Sets of files, {name: patterns}, with local paths in place of URLs of buckets."""
+    fetched = {}
+    for name, patterns in sets.items():
         paths = [_fetch_objects(str(pattern), field, cfg) for pattern in patterns]
-        fetched.append((field, name, [*chain.from_iterable(paths)]))
+        fetched[name] = [*chain.from_iterable(paths)]
     return fetched
 
 
@@ -2846,6 +2774,5 @@ def _fetch_object(store, folder, name):
     version = version_now()
     key = json.dumps([store.spec().to_json(), name, version.hex()])
     path = Path(folder, hashlib.sha256(key.encode()).hexdigest()[:20], Path(name).name)
-    if not path.exists():
-        _write_once(path.parent, write, lambda: path.exists() or None)
+    _write_once(path.parent, write, lambda: path.exists() or None)
     return str(path)

@@ -91,14 +91,15 @@ TEXT = {
     # (parts, cfg) -> {"train": source, "val": {name: source}}; the name of one set may be "". A
     # source is {
     #   "n": number of examples,
-    #   "batch": (step, rows) -> {name: these rows of the batch}, None while the data is missing;
-    #       of validation data (index, rows, batch_size) -> {name: these rows of the batch},
+    #   "batch": (step, rows) -> {name: these rows of the batch}; of validation data
+    #       (index, rows, batch_size) -> the same. None while its data has not come: it is called
+    #       again,
     #   "fingerprint": a text that must not change between a run and its resumption,
     #   "summary": optional, a text to print,
     #   "examples": optional, of validation data (index, the dict of the loss) -> {"id" and
     #       other names: arrays with an entry for each example of the batch that is not padding}}.
     # Sources of data.open_text and of tests/recipes/windows.py have more keys. A validation set ""
-    # whose data comes later has "source_at" instead: step -> source, None while it is missing.
+    # whose data comes later has "source_at" instead: step -> source, None as above, {} for none.
     "open": data.open_text,
 
     # Keys with a default. A lambda calls a function that is defined further down.
@@ -422,7 +423,7 @@ def train(run, state, progress):
         make_batch_at(run, run["train_data"], pinned=cfg.overfit_batch), first_step, cfg.steps,
         stopped=lambda: poll_requests(run, step, progress, is_waiting=True),
         wait_until_idle=lambda: jax.block_until_ready(progress["pending"]),
-        on_missing=lambda i: log_event("out_of_data", {"step": i}))
+        on_late=lambda i: log_event("out_of_data", {"step": i}))
 
     # "Step k" is the state after k updates. One iteration at step k:
     #   1. log the metrics of step k, if something is due
@@ -722,7 +723,7 @@ def make_batch_at(setup, source, pinned=False):
         found = {name: (np.shape(x), np.asarray(x).dtype) for name, x in batch.items()}
         if found != expected:
             raise ValueError(f"batch {index} is {found}, must be {expected}")
-        return data.to_device(batch, shardings, rows, cfg.batch_size)
+        return data.to_device(batch, shardings, cfg.batch_size)
 
     return batch_at
 
@@ -2162,19 +2163,18 @@ def find_branch(cfg):
 
 
 def val_data_at(run, step, progress):
-    """The validation data at `step`. Wait for data that is not there yet; {} once a stop is
-    requested, or when training is over.
+    """The validation data at `step`, which may have to come; {} without any, or once a stop is
+    requested.
     """
     source_at = run["val_data"].get("", {}).get("source_at")
     if not source_at:
         return run["val_data"]
-    source = source_at(step)
-    if source is None and step < run["cfg"].steps:
-        run["log_event"]("out_of_data", {"step": step})
-        while source is None and not poll_requests(run, step, progress, is_waiting=True):
-            time.sleep(0.2)
-            source = source_at(step)
-    return {"": source} if source else {}
+    found = data.prefetch(
+        source_at, step, step + 1,
+        stopped=lambda: poll_requests(run, step, progress, is_waiting=True),
+        on_late=lambda i: run["log_event"]("out_of_data", {"step": i}))
+    sources = [source for source, _ in found]
+    return {"": sources[0]} if any(sources) else {}
 
 
 # ---- exports during a run

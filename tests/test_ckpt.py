@@ -1008,8 +1008,7 @@ def test_data_in_an_object_store(store, tmp_path):
     cfg = config.Config(token_cache=str(tmp_path))
 
     def fetch(pattern, field="data"):
-        (_, _, paths), = data.fetch_buckets([(field, "", [pattern])], cfg)
-        return [Path(path) for path in paths]
+        return [Path(path) for path in data.fetch_buckets(field, {"": [pattern]}, cfg)[""]]
 
     first = fetch(make("*.jsonl"))
     assert [path.name for path in first] == ["a.jsonl", "b.jsonl"]

@@ -412,7 +412,7 @@ def test_tokenizer_json(tmp_path):
 def test_tokenizer_errors(tmp_path):
     """A file that is no tokenizer, and text without a token to end it, are refused by name.
 
-    Break: data.py: check_has_end(tokenizer, texts[0]) => pass
+    Break: data.py: check_has_end(tokenizer, paths[0]) => pass
     """
     small_bpe(tmp_path / "endless.json", "<pad>")
     write(tmp_path / "other.json", b'{"a": 1}')
@@ -690,8 +690,8 @@ def test_a_long_text_has_short_pieces():
 def test_a_truncated_or_corrupted_zst(tmp_path):
     """Text in one frame or two is read; truncated or corrupted, it is an error.
 
-    Break: data.py: return require("pyarrow", path).input_stream(str(path), compression="zstd") =>
-    return require("zstandard", path).open(path, "rb")
+    Break: data.py: = require("pyarrow", path).input_stream(str(path), compression="zstd") =>
+    = require("zstandard", path).open(path, "rb")
     """
     frames = zstandard.compress(b"one two\n" * 999) + zstandard.compress(b"three\n")
     path = write(tmp_path / "x.txt.zst", frames)
@@ -924,7 +924,7 @@ def test_best_fit():
 def test_split_of_whole_documents(documents):
     """With packing, validation data is complete documents, and training has none of them.
 
-    Break: data.py: shard[name][:n_first] for => shard[name][: n_first + 1] for
+    Break: data.py: (slice(n), slice(n, None))] => (slice(n), slice(n + 1, None))]
     """
     make, texts = documents
     parts = [data.eval_batch_at(part, 0, part["n"]) for part in data.split(make(seq_len=50), 0.3)]
@@ -1070,14 +1070,14 @@ def test_weights_of_a_mixture():
 # ---- waiting
 
 def test_prefetch_waits(monkeypatch):
-    """An item that is None is made again, until it is there or the wait is stopped; while the
-    device is busy for 100 s, no wait for data counts.
+    """An item that is None is made again, until it is there or the wait is stopped, and reported
+    once; while the device is busy for 100 s, no wait for data counts.
 
-    Break: data.py: timeout=0.1).done or item.result() is None: => timeout=0.1).done:
+    Break: data.py: while item is None and not closed.wait(0.1): => while False:
     """
-    answers = {0: iter([None, None, "a"]), 1: iter([None, "b"])}  # 1 has come when it is needed
+    answers = {0: iter([None] * 6 + ["a"]), 1: iter(["b"])}
     reported = []
-    items = data.prefetch(lambda i: next(answers[i]), 0, 2, on_missing=reported.append)
+    items = data.prefetch(lambda i: next(answers[i]), 0, 2, on_late=reported.append)
     assert [item for item, _ in items] == ["a", "b"]
     assert reported == [0]
     stop = threading.Event()
@@ -1209,7 +1209,7 @@ for axes, wanted in ((("rows",), half), (("rows", "seq"), half), ((None, "seq"),
     rows = data.local_rows(shardings["tokens"], (8, 8))
     np.testing.assert_array_equal(rows, wanted)
     local = {name: x[rows] for name, x in whole.items()}
-    for name, array in data.to_device(local, shardings, rows, 8).items():
+    for name, array in data.to_device(local, shardings, 8).items():
         assert array.shape == whole[name].shape and array.sharding == shardings[name]
         assert array.dtype == whole[name].dtype and len(array.addressable_shards) == 4
         for shard in array.addressable_shards:

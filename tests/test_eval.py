@@ -50,7 +50,7 @@ def test_entries_with_names_become_sets(tmp_path, monkeypatch):
 def test_sets_with_names_have_the_sequences_of_their_files(changes, tiny, tmp_path, monkeypatch):
     """Each set has the batches of its files alone; a file may not be in two sets.
 
-    Break: data.py: (open_files(files, field=field), eval => (open_files(files[:1]), eval
+    Break: data.py: (open_files(files, field="val_data"), eval => (open_files(files[:1]), eval
     """
     monkeypatch.chdir(tmp_path)
     for name in ("text.txt", "more.txt", "last.txt"):

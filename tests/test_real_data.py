@@ -596,8 +596,8 @@ FILES = {
 def test_files(case, tmp_path):
     """A file becomes the texts that its author meant, or an error that names it.
 
-    Break: data.py: if kind.endswith(JSON_FILES) or n_objects > len(lines) / 2: =>
-    if kind.endswith(JSON_FILES):
+    Break: data.py: if name.endswith(JSON_FILES) or n_objects > len(lines) / 2: =>
+    if name.endswith(JSON_FILES):
     """
     name, content, columns, wanted = FILES[case]
     path = tmp_path / name

@@ -370,8 +370,7 @@ def test_a_new_run_ignores_the_windows_of_an_earlier_run(days):
 def test_the_stop_file_ends_the_wait_for_data(days, capsys):
     """The run logs and prints once that it waits for data; a stop file ends it a second later.
 
-    Break: train.py: stopped=lambda: poll_requests(run, step, progress, is_waiting=True), =>
-    stopped=bool,
+    Break: train.py: if several and is_waiting: => if is_waiting:
     """
     cfg, seen = days(wait_s=15.0, windows_per_epoch=0, steps=10**6), []
 

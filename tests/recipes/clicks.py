@@ -389,8 +389,7 @@ def used_ids(day, name, n_values):
 def open_days(parts, cfg):
     """Training data day by day. Validation data are --val_data, or else the next day."""
     val_sets = data.named_sets(cfg.val_data)  # the name of one without a name is ""
-    sets = [("val_data", name, files) for name, files in val_sets.items()]
-    data.check_disjoint([("data", "", windows.globs(cfg)), *sets])
+    data.check_disjoint({"data": {"": windows.globs(cfg)}, "val_data": val_sets})
     day_of = lru_cache(4)(partial(read_files, cfg=cfg))
 
     def size_of(files):

@@ -292,7 +292,7 @@ def load_or_score(cfg, pairs):
 
 def open_pairs(parts, cfg):
     """Sources of pairs for training and validation."""
-    data.check_disjoint([("data", "", cfg.data), ("val_data", "", cfg.val_data)])
+    data.check_disjoint({"data": {"": cfg.data}, "val_data": {"": cfg.val_data}})
     train_pairs = read_pairs(cfg.data, cfg)
     val_pairs = read_pairs(cfg.val_data, cfg)
     if not val_pairs:

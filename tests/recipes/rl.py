@@ -135,7 +135,7 @@ def open_prompts(run, parts, cfg):
     """Sources of batches without answers, which `on_event` adds. Puts all prompts and the rewards
     into run.
     """
-    data.check_disjoint([("data", "", cfg.data), ("val_data", "", cfg.val_data)])
+    data.check_disjoint({"data": {"": cfg.data}, "val_data": {"": cfg.val_data}})
     run.update(prompts=[], rewards=load_rewards(cfg))
     sets = {}
     for name, patterns in data.named_sets(cfg.val_data).items():
@@ -284,7 +284,7 @@ def answered(run, batch, is_training):
     whole = {"tokens": tokens_BT, "labels": labels_BT, "rewards": rewards_BR,
              "advantage": advantage_B, "is_cut": is_cut_B}
     shardings = {name: x.sharding for name, x in batch.items()}
-    batch = batch | data.to_device(whole, shardings, np.arange(B), B)
+    batch = batch | data.to_device(whole, shardings, B)
     if cfg.kl:
         batch["reference"] = log_probs(params | run["kept"]["reference"], batch, cfg)
     if cfg.inner_steps > 1:
@@ -303,7 +303,7 @@ def draw(state, prompts, cfg, is_training):
         tokens_P[: len(prompt["ids"])] = prompt["ids"]
     rows = jax.NamedSharding(jax.sharding.get_mesh(), P(model.BATCH_AXES))
     asked = {"tokens": tokens_BP, "lengths": lengths_B}
-    asked = data.to_device(asked, dict.fromkeys(asked, rows), np.arange(B), B)
+    asked = data.to_device(asked, dict.fromkeys(asked, rows), B)
 
     key = jax.random.fold_in(jax.random.key(cfg.seed), state["step"])
     cfg = dataclasses.replace(cfg, temperature=float(is_training), top_k=0, top_p=1.0)

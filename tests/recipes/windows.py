@@ -99,8 +99,8 @@ def in_windows(cfg, size_of, read):
     Returns a source, see `data.open_text`, with these keys more:
         "windows": step -> records of the windows begun until then,
         "n_finished": step -> number of windows finished,
-        "next_files": step at which a window ends -> files of the next one; None if it is missing
-            yet, () if it was read before or no window ends at this step,
+        "next_files": step at which a window ends -> files of the next one; None if it has yet to
+            come, () if it was read before, or no window ends at this step, or the run does,
         "restore": continue after these windows, those of a checkpoint.
     """
     windows = {
@@ -333,7 +333,7 @@ def _next_files(cfg, windows, step):
     if _n_finished(cfg, windows, step) == _n_finished(cfg, windows, step - 1):
         return ()
     if not _extend_windows(cfg, windows, step * cfg.batch_size):
-        return None
+        return None if step < cfg.steps else ()
     n_begun = _n_finished(cfg, windows, step) + 1
     names = [window["name"] for window in windows["order"][:n_begun]]
     name = names.pop()
