@@ -196,7 +196,7 @@ class Config:
     # constant: loss_divisor
     loss_norm: Literal["tokens", "positions", "sequences", "constant"] = "tokens"
     loss_divisor: NonNegFloat = 0.0  # of a batch, with loss_norm constant
-    # after a loss or gradient that is not finite, which changes no parameter. skip: go on; stop:
+    # after a loss or gradient that is not finite, which changes no parameter. skip: continue; stop:
     # save, exit with code 1; raise: an error
     on_nonfinite: Literal["skip", "stop", "raise"] = "stop"
 
@@ -442,8 +442,9 @@ NAME_BYTES = 100  # longest derived name
 READ_MODES = ("eval", "sample", "export")  # modes that read a run
 # Fields that define a run when it trains. Modes that read a run may have others, such as the files
 # of an evaluation, so they do not say which run is meant.
-EVALUATION_FIELDS = ("val_data", "val_frac", "columns", "data_dtype", "eod_id", "packing",
-                     "document_mask", "truncation", "padding_side", "dtype", "hooks")
+EVALUATION_FIELDS = set(
+    "val_data val_frac columns data_dtype eod_id packing document_mask truncation padding_side "
+    "dtype hooks".split())
 
 
 def _choose_out_dir(cfg, typed):
@@ -461,7 +462,7 @@ def _choose_out_dir(cfg, typed):
     derived = derive_out_dir(cfg)
     defining = {name for name in typed if _defines_run(name) or name == "config"}
     if not Path(derived, "metrics.jsonl").exists():
-        defining -= {*EVALUATION_FIELDS}  # else a run was trained with the flags of an evaluation
+        defining -= EVALUATION_FIELDS  # else a run was trained with the flags of an evaluation
     logs = list(Path(RUNS_DIR).glob("*/metrics.jsonl"))
     if cfg.mode in READ_MODES and not defining and logs:
         newest = max(logs, key=lambda log: log.stat().st_mtime)
@@ -956,18 +957,25 @@ def _multiple_errors(name, value, rule, divisor):
 # ---- rules between fields
 
 # Names that the formats of data.py know.
-COLUMNS = ("text", "prompt", "completion", "messages", "conversations", "instruction", "input",
-           "output", "system", "tools", "chosen", "rejected", "input_ids", "labels",
-           "attention_mask")
+COLUMNS = (
+    "text prompt completion messages conversations instruction input output system tools chosen "
+    "rejected input_ids labels attention_mask".split())
 
 
-def _rule_errors(cfg):
-    """Errors of fields whose values are malformed, or do not go together."""
+def _begin_rules(cfg):
+    """(a list, rule(field, holds, text), which appends an error to it unless `holds`)."""
     errors = []
 
     def rule(field, holds, text):
         if not holds:
             errors.append(field_error(cfg, field, text))
+
+    return errors, rule
+
+
+def _rule_errors(cfg):
+    """Errors of fields whose values are malformed, or do not go together."""
+    errors, rule = _begin_rules(cfg)
 
     def check(field, parse, *args):
         try:
@@ -981,8 +989,7 @@ def _rule_errors(cfg):
     check("stop, as 500, +100, 2h30m or val_loss<3", parse_stops, cfg)
     check("profile", profile_span, cfg)
     check("keep_best", parse_best, cfg.keep_best or "val_loss")
-    if cfg.branch_from:
-        check("branch_from", parse_branch, cfg.branch_from)
+    check("branch_from", parse_branch, cfg.branch_from or "DIR@0")
     columns = dict(text.partition("=")[::2] for text in cfg.columns)
     rule("columns", all(columns.values()) and len({*columns} & {*COLUMNS}) == len(cfg.columns),
          f"must be NAME=COLUMN, as in text=content, with a NAME of {', '.join(COLUMNS)}")
@@ -1009,6 +1016,28 @@ def _rule_errors(cfg):
     return errors
 
 
+# Fields without effect unless another field is set, or has one of the values after its name.
+NEEDS = """
+checkpoint: mode eval sample export
+samples_file: mode sample
+examples_file: mode eval
+price: mode plan
+experts_per_token capacity_factor router_balance router_z: n_experts
+log_all_processes: coordinator
+lora_alpha lora_targets: lora_rank
+export_every export_dtype: export
+truncation padding_side: packing best_fit none
+document_mask: packing stream
+eod_id: document_mask
+watch: log_every
+top_k top_p: temperature
+rope_attn_factor: rope_scaling yarn
+loss_divisor: loss_norm constant
+decay_frac: schedule wsd
+poly_power: schedule polynomial
+"""
+
+
 def _unused_errors(cfg):
     """Errors of fields that are set, by a flag rather than by cfg.config, and have no effect."""
     default = _default_values(cfg)
@@ -1020,32 +1049,19 @@ def _unused_errors(cfg):
                 text = f"has no effect with {field} {getattr(cfg, field)!r}"
                 errors.append(field_error(cfg, name, text))
 
-    unused("mode", cfg.mode not in READ_MODES, "checkpoint")
-    unused("mode", cfg.mode != "sample", "samples_file")
-    unused("mode", cfg.mode != "eval", "examples_file")
-    unused("mode", cfg.mode != "plan", "price")
-    unused("n_experts", not cfg.n_experts,
-           "experts_per_token", "capacity_factor", "router_balance", "router_z")
+    for row in NEEDS.strip().splitlines():
+        names, needed = row.split(": ")
+        field, *values = needed.split()
+        value = getattr(cfg, field)
+        unused(field, value not in values if values else not value, *names.split())
     unused("coordinator", cfg.coordinator in ("", "auto"), "n_processes", "process_id")
-    unused("coordinator", not cfg.coordinator, "log_all_processes")
-    unused("lora_rank", not cfg.lora_rank, "lora_alpha", "lora_targets")
     unused("epochs", cfg.epochs, "steps")
-    unused("export", not cfg.export, "export_every", "export_dtype")
     unused("init_from", "dynamic=yes" not in str(cfg.init_from), "reload_every")
-    unused("packing", cfg.packing == "stream", "truncation", "padding_side")
-    unused("packing", cfg.packing != "stream", "document_mask")
-    unused("document_mask", not cfg.document_mask, "eod_id")
-    unused("log_every", not cfg.log_every, "watch")
-    unused("temperature", not cfg.temperature, "top_k", "top_p")
     unused("rope_factor", cfg.rope_factor == 1, "rope_scaling")
-    unused("rope_factor", cfg.rope_factor == 1 and not cfg.rope_query_beta, "rope_original_len")
-    unused("rope_scaling", cfg.rope_scaling == "linear" and not cfg.rope_query_beta,
-           "rope_original_len")
-    unused("rope_scaling", cfg.rope_scaling != "yarn", "rope_attn_factor")
-    unused("loss_norm", cfg.loss_norm != "constant", "loss_divisor")
+    if not cfg.rope_query_beta:
+        unused("rope_factor", cfg.rope_factor == 1, "rope_original_len")
+        unused("rope_scaling", cfg.rope_scaling == "linear", "rope_original_len")
     unused("schedule", cfg.schedule == "constant", "min_lr_frac")
-    unused("schedule", cfg.schedule != "wsd", "decay_frac")
-    unused("schedule", cfg.schedule != "polynomial", "poly_power")
     # Muon leaves some parameters to AdamW, which reads all of these.
     optimizers = {cfg.optimizer, *(text.rpartition("=")[2] for text in cfg.optimizers)}
     unused("optimizer", optimizers <= {"adafactor", "rmsprop"}, "b1", "moment_dtype")
@@ -1118,30 +1134,26 @@ def text_errors(sizes, cfg):
 
     sizes: {axis: size} of the mesh, or None to skip it.
     """
-    errors = []
+    errors, rule = _begin_rules(cfg)
     if not cfg.head_dim:
         errors += _multiple_errors("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads)
     if cfg.n_kv_heads:
         errors += _multiple_errors("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads)
-    if cfg.head_dim % 2:
-        errors.append(field_error(cfg, "head_dim", "must be even, for rotary positions"))
-    unknown = sorted(set(cfg.layer_types) - set(LAYER_TYPES))
-    for kind in unknown:
-        errors.append(f"layer_types {kind!r}: must be one of {', '.join(LAYER_TYPES)}")
-    if len(cfg.layer_types) > cfg.n_layers:
-        errors.append(field_error(cfg, "layer_types", f"must be at most n_layers {cfg.n_layers}"))
-    has_window = any(kind.startswith("sliding") for kind in cfg.layer_types)
-    if cfg.layer_types and not unknown and has_window != (cfg.sliding_window > 0):
-        rule = "must be above 0 if" if has_window else "must be 0 unless"
-        errors.append(field_error(cfg, "sliding_window", f"{rule} layer_types has a sliding one"))
-    if cfg.rope_local_theta and not cfg.sliding_window:
-        errors.append(field_error(cfg, "rope_local_theta", "must be 0 without a sliding_window"))
-    if cfg.post_norm and cfg.sandwich_norm:
-        errors.append(field_error(cfg, "sandwich_norm", "must be off with post_norm"))
+    rule("head_dim", cfg.head_dim % 2 == 0, "must be even, for rotary positions")
+    unknown = {*cfg.layer_types} - {*LAYER_TYPES}
+    rule("layer_types", not unknown, f"each must be one of {', '.join(LAYER_TYPES)}")
+    rule("layer_types", len(cfg.layer_types) <= cfg.n_layers,
+         f"must be at most n_layers {cfg.n_layers}")
+    has_window = "sliding" in str(cfg.layer_types)
+    rule("sliding_window",
+         unknown or not cfg.layer_types or has_window == (cfg.sliding_window > 0),
+         f"must be {'above 0 if' if has_window else '0 unless'} layer_types has a sliding one")
+    rule("rope_local_theta", not cfg.rope_local_theta or cfg.sliding_window,
+         "must be 0 without a sliding_window")
+    rule("sandwich_norm", not (cfg.post_norm and cfg.sandwich_norm), "must be off with post_norm")
     for name in ("d_model", "d_ff", "n_heads", "n_kv_heads"):
         size = getattr(cfg, name) * cfg.width_mult
-        if abs(size - round(size)) > 1e-9 * size:
-            errors.append(field_error(cfg, "width_mult", f"{name} would be {size:g}"))
+        rule("width_mult", abs(size - round(size)) <= 1e-9 * size, f"{name} would be {size:g}")
     if not sizes:
         return errors
     tp, sp = sizes["tp"], sizes["sp"]
@@ -1156,9 +1168,8 @@ def text_errors(sizes, cfg):
 
 
 def resolve_model(cfg):
-    """The config with each size that is 0 for its default, and width_mult, resolved.
-
-    Call it after `validate`. Derived again, a config does not change.
+    """cfg, after `validate`, with sizes of 0 and width_mult resolved; with LoRA, `freeze` begins with
+    all but its factors. Resolved again, a config does not change.
     """
     d_model = round(cfg.d_model * cfg.width_mult)
     d_ff = round(cfg.d_ff * cfg.width_mult)
@@ -1182,9 +1193,10 @@ def resolve_model(cfg):
 # named in allow_change.
 FIELDS = tuple(field.name for field in dataclasses.fields(Config))
 RESUMABLE_FIELDS = {
-    *LAUNCH_FIELDS, "out_dir", "ckpt_dir", "export", "export_dtype", "cache_dir", "token_cache",
-    "steps", "epochs", "grad_accum_steps", "width_mult", "attention", "remat", "logit_tiles",
-    "mlp_tiles", "deterministic", "offload_optimizer",
+    *LAUNCH_FIELDS,
+    *"out_dir ckpt_dir export export_dtype cache_dir token_cache steps epochs".split(),
+    *"grad_accum_steps width_mult attention remat logit_tiles mlp_tiles deterministic".split(),
+    "offload_optimizer",
     *FIELDS[FIELDS.index("dp"):],
 } - {"reload_every"}
 
@@ -1193,8 +1205,8 @@ SHAPE_FIELDS = ("d_model", "n_layers", "n_kv_heads", "head_dim", "d_ff", "vocab_
 
 
 def differences(old, new):
-    """Texts "NAME was X, is Y" of the values of two dicts that differ. A name that is missing in
-    `old` is skipped. A list, as JSON has it, equals a tuple.
+    """Texts "NAME was X, is Y" of the values of two dicts that differ, where both have them. A
+    list, as JSON has it, equals a tuple.
     """
     def plain(value):
         return list(value) if isinstance(value, tuple) else value
@@ -1240,8 +1252,7 @@ def architecture_mismatch(saved, current):
 
     saved, current: dicts of fields. Fields in allow_change may differ.
     """
-    fields = list(current)
-    names = fields[fields.index("n_heads"):fields.index("experts_per_token") + 1]
+    names = [*FIELDS[FIELDS.index("n_heads"):FIELDS.index("capacity_factor")]]
     if saved.get("lora_rank"):
         names.append("lora_alpha")
     return refused_changes(
