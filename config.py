@@ -1168,8 +1168,8 @@ def text_errors(sizes, cfg):
 
 
 def resolve_model(cfg):
-    """cfg, after `validate`, with sizes of 0 and width_mult resolved; with LoRA, `freeze` begins with
-    all but its factors. Resolved again, a config does not change.
+    """A valid cfg with sizes of 0 and width_mult resolved, and with LoRA all but its factors in
+    `freeze`. Resolved again, a config does not change.
     """
     d_model = round(cfg.d_model * cfg.width_mult)
     d_ff = round(cfg.d_ff * cfg.width_mult)
