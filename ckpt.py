@@ -127,8 +127,8 @@ def wait(future):
 # ---- restore
 
 def read_meta(root, step):
-    """The meta given to `save`, with "step", "folder" and "arrays". Raises ValueError for one that is
-    missing, corrupted, or of another version.
+    """The meta given to `save`, with "step", "folder" and "arrays". Raises ValueError for a file
+    that is missing, corrupted, or of another version.
     """
     path = join_path(step_path(root, step), "meta.json")
     with _explain(f"{path}: missing or corrupted", KeyError, TypeError, RecursionError):
