@@ -95,7 +95,7 @@ def _write(root, meta, shards, path, retention, log, passing):
         # (1) Write the shards of this process.
         sums = _write_shards(root, meta, shards)
         shards.clear()  # free the copies: another save may begin when this Future is resolved
-        # (2) Process 0 waits until all have written theirs. (3) It commits. The others wait for it.
+        # (2) Process 0 waits until all have written. (3) It commits. The others wait for that.
         _wait_for_peers(store, meta, sums)
         if is_main:
             _commit(root, store, meta, passing)
