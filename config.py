@@ -67,7 +67,7 @@ class Config:
     export: str = ""  # folder for Hugging Face weights; empty: none
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of exported weights
     hooks: Texts = ()  # functions called on events, as my_hooks.py:in_bits
-    cache_dir: str = "~/.cache/sixfile"  # of programs and tokens; empty: no programs
+    cache_dir: str = "~/.cache/sixfile"  # of compiled programs and tokens; empty: no programs
 
     # ---- data
 
@@ -164,7 +164,7 @@ class Config:
     remat: Literal["none", "full", "dots", "named", "offload"] = "none"
     logit_tiles: NonNegInt = 0  # sequence tiles of the loss, to save memory; 0: automatic
     mlp_tiles: PosInt = 1  # sequence tiles of the MLP, to save memory
-    deterministic: bool = False  # bit-reproducible on GPUs too; slower
+    deterministic: bool = False  # bit-reproducible on GPUs too; may be slower
 
     # ---- optimizer
 
