@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded checkpoints of any pytree of arrays, written in the background by TensorStore.
 
-Commit: (1) each process writes its shards to root/000000100/<id>/, all files and folders synced;
-(2) process 0 waits for all of them; (3) it writes root/000000100/meta.json, which names <id>: one
-atomic write, also in an object store. Without meta.json there is no checkpoint. Only process 0
-lists the checkpoints and decides which is the newest.
+Commit: (1) each process writes its shards to root/000000100/<id>/ and syncs them; (2) process 0
+waits for all; (3) it writes root/000000100/meta.json, which names <id>: one atomic write, also in
+an object store. Without meta.json there is no checkpoint. Only process 0 lists them.
 
     ckpt.wait(ckpt.save("runs", 7, tree)); tree = ckpt.restore("runs", 7, like=tree)
 """
@@ -25,7 +24,7 @@ from functools import cache, partial
 from math import prod
 from pathlib import Path
 
-# A server of a bucket that does not answer is an error, unless the user has set another time.
+# Seconds until a bucket's server that does not answer is an error.
 os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "20")
 os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20")
 
@@ -34,26 +33,22 @@ import numpy as np
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
-FORMAT = 3  # of a checkpoint; raised where an older one cannot be read any more
-FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores and the disk busy
-CHUNK_BYTES = 2**20  # largest part of a file that has its own checksum and can be read alone
-SMALL_BYTES = 2**14  # largest array that is stored in meta.json; a file for each costs time
-BEGUN = b"begun"  # content of the file of a process that has not written its shards
+FORMAT = 3  # raised where an older checkpoint cannot be read any more
 IN_FLIGHT = max(8, 2 * os.cpu_count())  # files written, or arrays read, at a time
 
 
 # ---- save
 
 def flatten(tree):
-    """({path of keys joined by "/": array}, treedef). Raises ValueError for arrays and names that
-    cannot be saved.
-    """
+    """({path of keys, joined by "/": array}, treedef). Raises ValueError for other leaves."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     arrays = {}
     for path, x in leaves:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name in arrays or {".", ".."} & {*name.split("/")}:
-            raise ValueError(f"{name!r}: another array has that name, or none can; rename a key")
+        if name in arrays:
+            raise ValueError(f"{name!r}: two arrays have this name; rename a key")
+        if {".", ".."} & {*name.split("/")}:
+            raise ValueError(f"{name!r}: . and .. cannot be keys; rename them")
         if not hasattr(x, "dtype"):
             x = np.asarray(x)
         if not (jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool):
@@ -64,131 +59,79 @@ def flatten(tree):
 
 
 def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, log=print, passing=False):
-    """Start to write `tree` as checkpoint `step`; return a Future of its path.
+    """Start to write `tree` as checkpoint `step`; return a Future of its path, see `wait`.
 
-    Returns when the arrays may be overwritten or donated; a thread does the rest. A checkpoint of
-    the same step is replaced. Every process must call it, on a shared root: each writes the shards
-    that it owns, process 0 commits, and all Futures resolve after that. Then older checkpoints are
-    deleted: see `delete_old`.
+    Returns when the arrays may be overwritten or donated; a thread does the rest. Every process
+    must call it, on a shared root. A checkpoint of the same step is replaced; then older ones are
+    deleted, see `delete_old`.
 
-    root: a folder, gs://bucket/path, s3://bucket/path or, for a server other than Amazon's,
-    s3://bucket/path?endpoint=http://host:port. meta: further entries of meta.json; "step", "folder"
-    and "arrays" are reserved. log: gets a message for each file that cannot be deleted. passing:
-    whether `delete_old` deletes this checkpoint as soon as there is a newer one.
+    root: a folder, gs://bucket/path or s3://bucket/path, perhaps with ?endpoint=http://host:port.
+    meta: further entries of meta.json. log: gets a message for each file that cannot be deleted.
+    passing: whether it is deleted as soon as there is a newer one.
 
-    Raises TypeError for a reserved entry and for a value that JSON lacks, ValueError for a tree
-    that cannot be saved. All other errors are raised by the Future: see `wait`.
+    Raises TypeError for an entry that is reserved or not of JSON, ValueError for a tree or step
+    that cannot be saved. The Future raises all other errors.
     """
+    path = step_path(root, step)
     arrays, _ = flatten(tree)
-
-    # Start all copies to the host, then collect them. Arrays in host memory are copied below:
-    # copy_to_host_async would keep a reference to them, which prevents their donation.
-    for x in arrays.values():
-        if isinstance(x, jax.Array) and not _in_host_memory(x):
-            x.copy_to_host_async()
-    layouts = {name: _plan_layout(x) for name, x in arrays.items()}
-    shards = _copy_shards(arrays, layouts)
+    layouts, shards = _copy_shards(arrays)
 
     # A random folder for the arrays: a checkpoint of the same step stays intact until the commit.
-    # Process 0 chooses it for all processes.
     save_id = broadcast_from_main(lambda: f"save-{os.urandom(4).hex()}")
-    _step_name(step)  # ValueError for a step that is not a count
-    # TypeError for a reserved entry.
     meta = dict(step=int(step), folder=save_id, arrays=layouts, **(meta or {}))
-    # Convert meta to what a reader will get: JSON has text keys and no NumPy numbers.
+    # As a reader will get it: JSON has text keys and no NumPy numbers.
     meta = json.loads(json.dumps(meta, default=_as_json))
 
     thread = ThreadPoolExecutor(1, "ckpt")
     retention = (max_to_keep, keep_period)
-    return thread.submit(_write, root, meta, shards, retention, log, passing)
+    return thread.submit(_write, root, meta, shards, path, retention, log, passing)
 
 
-def _write(root, meta, shards, retention, log, passing):
-    """Write the shards of this process and commit; return the path of the checkpoint. retention:
-    arguments of `delete_old`.
-
-    Raises ValueError when anything fails, after deleting what this save has written.
-    """
-    rank = jax.process_index()
-    save_id = meta["folder"]
-    step_name = _step_name(meta["step"])
-    path = step_path(root, meta["step"])
-    store = None  # TensorStore's key-value store of the checkpoint's folder: keys are file names
-    pending = []
+def _write(root, meta, shards, path, retention, log, passing):
+    """Write the shards of this process and commit; return `path`."""
+    is_main = jax.process_index() == 0
     try:
-        if _is_local(root):
-            Path(root).mkdir(parents=True, exist_ok=True)
-            _check_space(root, sum(shard["data"].nbytes for shard in shards))
-        store = _open(root, step_name)
-        # This file has two purposes. Its write fails for a bucket that does not exist, where
-        # TensorStore would try forever. With several processes, its content becomes the sums of the
-        # chunks that this process has written.
-        store.write(f"{save_id}.{rank}", BEGUN).result()
-
-        # (1) Write the shards of this process, in the format zarr 3.
-        sums = _write_shards(root, meta, shards, pending)
-        for write in pending:
-            write.result()
+        store = _begin_save(root, meta, shards)  # of files in the checkpoint's folder
+        # (1) Write the shards of this process.
+        sums = _write_shards(root, meta, shards)
         shards.clear()  # free the copies: another save may begin when this Future is resolved
-
-        # (2) Process 0 waits until all have written their shards. (3) It writes meta.json. The
-        # others wait for that.
-        if jax.process_count() > 1:
-            store.write(f"{save_id}.{rank}", json.dumps(sums).encode()).result()
-            sums += _wait_for_peers(store, save_id)
-        if rank == 0:
-            if passing:
-                store.write(f"{save_id}{PASSING}", b"").result()
-            _add_sums(meta, sums)
-            _commit(root, store, meta)
+        # (2) Process 0 waits until all have written. (3) It commits. The others wait for that.
+        _wait_for_peers(store, meta, sums)
+        if is_main:
+            _commit(root, store, meta, passing)
     except (ValueError, OSError) as e:  # TensorStore raises ValueErrors
-        error = _message(e)
-        if store:
-            _abort(root, meta, error, pending, log)  # delete what this save has written
+        error = _abort(root, meta, e, log)
         raise ValueError(
             f"{path} could not be written, older checkpoints are intact: {error}") from e
 
-    # The checkpoint exists. Delete an earlier one of this step, which it replaces, and old ones. A
-    # failure from here on is logged, since nothing is lost.
-    if rank == 0:
-        try:
-            delete_leftovers(root, log, only=meta["step"])
-            delete_old(root, *retention, log, up_to=meta["step"])
-        except (ValueError, OSError) as e:
-            log(f"{path} is written; deleting what it replaces failed: {_message(e)}")
+    # The checkpoint exists: a failure from here on is logged.
+    if is_main:
+        _delete_replaced(root, meta, retention, log)
     return path
 
 
-def _commit(root, store, meta):
+def _commit(root, store, meta, passing):
     """Make the written arrays a checkpoint, by one atomic write of meta.json."""
-    # TensorStore has synced each file and its folder. Sync the folders above: those of the arrays,
-    # the root and its two parents, in case the run created them.
-    if _is_local(root):
-        path = Path(root, _step_name(meta["step"])).resolve()
-        folders = [folder for folder, _, _ in os.walk(path)]
-        folders += path.parents[:3]
-        for folder in folders:
-            _sync(folder)
+    if passing:
+        store.write(meta["folder"] + PASSING, b"").result()
+    _sync_folders(root, meta)
     content = {"format": FORMAT, "crc32": _checksum(meta), "body": meta}
     store.write("meta.json", json.dumps(content, indent=1).encode()).result()
 
 
 def wait(future):
-    """Block until a save is committed, and return its path. Raises ValueError for a failed save.
-    future None: return None at once.
-    """
+    """Block until a save is committed; return its path. None: return None at once."""
     return future and future.result()
 
 
 # ---- restore
 
 def read_meta(root, step):
-    """The meta given to `save`, with "step", "folder" and "arrays".
-
-    Raises ValueError when meta.json is missing or corrupted, or was written by another version.
+    """The meta given to `save`, with "step", "folder" and "arrays". Raises ValueError for a file
+    that is missing, corrupted, or of another version.
     """
     path = join_path(step_path(root, step), "meta.json")
-    try:
+    with _explain(f"{path}: missing or corrupted", KeyError, TypeError, RecursionError):
         text = _read(_open(root, _step_name(step)), "meta.json")
         if not text:
             raise ValueError("no such file; a run has its checkpoints in OUT_DIR/ckpt")
@@ -200,8 +143,6 @@ def read_meta(root, step):
             raise ValueError(f"it is of step {meta['step']}")
         if content.get("format") != FORMAT or not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]):
             raise ValueError("another version of Sixfile wrote it")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        raise ValueError(f"{path}: missing or corrupted: {_message(e)}") from None
     return meta
 
 
@@ -234,12 +175,11 @@ def restore(root, step, like=None, meta=None):
     """The saved tree in the shapes, dtypes and shardings of `like`.
 
     like: a tree of arrays or ShapeDtypeStructs; those without a sharding become NumPy arrays. None:
-    the arrays as they were saved, as NumPy arrays in nested dicts; a list becomes a dict with keys
-    "0", "1", .... meta: from `read_meta`, if already read. Each process reads only what its devices
-    hold.
+    all as NumPy arrays in nested dicts; a list has keys "0", "1", .... meta: of `read_meta`. Each
+    process reads only what its devices hold.
 
-    Raises KeyError or TypeError that lists all arrays that the checkpoint lacks or has in another
-    shape, ValueError that names an array whose data is corrupted or missing.
+    Raises KeyError or TypeError for arrays that the checkpoint lacks or has in another shape,
+    ValueError for an array that is corrupted or missing.
     """
     meta = meta or read_meta(root, step)
     if like is None:
@@ -257,6 +197,11 @@ def restore(root, step, like=None, meta=None):
 # and clean-up, run folder, parameters of a run, files.
 
 # ---- layout of arrays
+
+FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores and the disk busy
+CHUNK_BYTES = 2**20  # largest part of a file that has its own checksum and can be read alone
+SMALL_BYTES = 2**14  # largest array that is stored in meta.json; a file for each costs time
+
 
 def _plan_layout(x):
     """How an array is stored, equal on every process: a small one with its "data" in meta.json, a
@@ -297,8 +242,16 @@ def _file_slices(shape, file):
 
 # ---- copies of arrays
 
-def _copy_shards(arrays, layouts):
-    """Copies of the data that this process writes: dicts of "name", "index" and "data"."""
+def _copy_shards(arrays):
+    """({name: layout}, copies of the data that this process writes: dicts of "name", "index" and
+    "data").
+    """
+    # Start all copies to the host, then collect them. Arrays in host memory are copied later:
+    # copy_to_host_async would keep a reference to them, which prevents their donation.
+    for x in arrays.values():
+        if isinstance(x, jax.Array) and not _in_host_memory(x):
+            x.copy_to_host_async()
+    layouts = {name: _plan_layout(x) for name, x in arrays.items()}
     shards = []
     for name, x in arrays.items():
         if "data" in layouts[name]:
@@ -311,7 +264,7 @@ def _copy_shards(arrays, layouts):
                     shards.append({"name": name, "index": shard.index, "data": data})
         elif jax.process_index() == 0:
             shards.append({"name": name, "index": (), "data": _snapshot(x)})
-    return shards
+    return layouts, shards
 
 
 def _snapshot(x):
@@ -338,43 +291,59 @@ def _as_json(x):
                     "numbers, texts, lists and dicts")
 
 
-def _check_space(root, n_bytes):
-    """Raise OSError when the disk of a folder has less than n_bytes free."""
-    free = shutil.disk_usage(root).free
-    if free < n_bytes:
-        raise OSError(f"No space left: {n_bytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB are "
-                      "free: delete something, or keep fewer checkpoints")
+def _begin_save(root, meta, shards):
+    """TensorStore's key-value store of the checkpoint's folder: keys are file names. Raises OSError
+    when the disk has no space for the shards.
+    """
+    if _is_local(root):
+        Path(root).mkdir(parents=True, exist_ok=True)
+        n_bytes = sum(shard["data"].nbytes for shard in shards)
+        free = shutil.disk_usage(root).free
+        if free < n_bytes:
+            raise OSError(f"No space left: {n_bytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB "
+                          "are free: delete something, or keep fewer checkpoints")
+    store = _open(root, _step_name(meta["step"]))
+    # Fails for a bucket that does not exist, where TensorStore would try forever.
+    store.write(_rank_file(meta), BEGUN).result()
+    return store
 
 
-def _write_shards(root, meta, shards, pending):
-    """Create the arrays of shards, and write these, IN_FLIGHT files at a time; append all Futures
-    to `pending`. Return [name, cell, sum] of each chunk.
+def _write_shards(root, meta, shards):
+    """Create the arrays of shards in the format zarr 3, and write these, IN_FLIGHT files at a time.
+    Return [name, cell, sum] of each chunk. No write continues after the return or an error.
     """
     arrays = {}
     sums = []
-    for shard in shards:
-        name = shard["name"]
-        if name not in arrays:
-            arrays[name] = ts.open(_zarr_spec(root, meta, name), create=True, open=True)
-            pending.append(arrays[name])
-    for shard in shards:
-        name = shard["name"]
-        data = np.asarray(shard["data"])
-        target = arrays[name].result()[shard["index"]]
-        chunk = meta["arrays"][name]["chunk"]
-        for part in _file_slices(data.shape, chunk):
-            cell = [(first + x.start) // n for first, x, n in zip(target.origin, part, chunk)]
-            sums.append([name, cell, _sum_of_bits(data[part])])
-        target = target.translate_to[0]  # index from 0 again, as in data
-        # One write per file: a single write of several files returns at its first error while the
-        # others continue.
-        for part in _file_slices(data.shape, meta["arrays"][name]["file"]):
-            # Each pending write holds its file in memory. All at once took 1.44 times the memory of
-            # the state on a slow disk, not 1.09.
-            if len(pending) > IN_FLIGHT:
-                pending[-IN_FLIGHT].result()
-            pending.append(
-                target[part].write(data[part], can_reference_source_data_indefinitely=True))
+    pending = []  # Futures of all writes
+    try:
+        for shard in shards:
+            name = shard["name"]
+            if name not in arrays:
+                arrays[name] = ts.open(_zarr_spec(root, meta, name), create=True, open=True)
+                pending.append(arrays[name])
+        for shard in shards:
+            name = shard["name"]
+            data = np.asarray(shard["data"])
+            target = arrays[name].result()[shard["index"]]
+            chunk = meta["arrays"][name]["chunk"]
+            for part in _file_slices(data.shape, chunk):
+                cell = [(first + x.start) // n for first, x, n in zip(target.origin, part, chunk)]
+                sums.append([name, cell, _sum_of_bits(data[part])])
+            target = target.translate_to[0]  # index from 0 again, as in data
+            # One write per file: a single write of several files returns at its first error while
+            # the others continue.
+            for part in _file_slices(data.shape, meta["arrays"][name]["file"]):
+                # Each pending write holds its file in memory: all at once take more (LOG.md).
+                if len(pending) > IN_FLIGHT:
+                    pending[-IN_FLIGHT].result()
+                pending.append(
+                    target[part].write(data[part], can_reference_source_data_indefinitely=True))
+        for write in pending:
+            write.result()
+    finally:
+        # A file that is written after its folder was deleted would stay forever.
+        for write in pending:
+            write.exception()
     return sums
 
 
@@ -411,6 +380,17 @@ def _checksum(meta):
     return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
 
 
+def _sync_folders(root, meta):
+    """Sync the folders of the arrays, the root and its two parents, in case the run created them.
+    TensorStore has synced each file and its folder.
+    """
+    if _is_local(root):
+        path = Path(root, _step_name(meta["step"])).resolve()
+        folders = [folder for folder, _, _ in os.walk(path)]
+        for folder in [*folders, *path.parents[:3]]:
+            _sync(folder)
+
+
 def _sync(path):
     with contextlib.suppress(PermissionError):  # a folder above may belong to another user
         descriptor = os.open(path, os.O_RDONLY)
@@ -418,20 +398,20 @@ def _sync(path):
         os.close(descriptor)
 
 
-def _abort(root, meta, error, pending, log):
-    """Delete what a failed save has written, and end the wait of the other processes."""
+def _abort(root, meta, error, log):
+    """Delete what a failed save has written, and end the wait of the other processes. Return the
+    text of the error.
+    """
     save_id = meta["folder"]
     step_name = _step_name(meta["step"])
-    # Wait for all writes: a file that is written after the deletion would stay forever.
-    for write in pending:
-        write.exception()
     with contextlib.suppress(ValueError, OSError):
         store = _open(root, step_name, max_retries=0)  # its server may be gone
         if jax.process_index() == 0 and not _is_committed(store, save_id):
             _delete(root, log, f"{step_name}/{save_id}", f"{step_name}/{save_id}.0")
         if jax.process_count() > 1:
-            text = f"process {jax.process_index()}: {error}"
+            text = f"process {jax.process_index()}: {_message(error)}"
             store.write(f"{save_id}.failed", text.encode()).result()
+    return _message(error)
 
 
 def _is_committed(store, save_id):
@@ -774,17 +754,29 @@ def check_shared(root):
                          "bucket that all processes share")
 
 
-def _wait_for_peers(store, save_id):
+BEGUN = b"begun"  # content of the file of a process that has not written its shards
+
+
+def _rank_file(meta):
+    """The name of this process's file in the checkpoint's folder: BEGUN, then its sums."""
+    return f"{meta['folder']}.{jax.process_index()}"
+
+
+def _wait_for_peers(store, meta, sums):
     """Wait, on process 0, until every other process has written its shards, and on the others until
-    process 0 has committed. Return the sums of the others on process 0, [] on those. Raises OSError
-    when a process has failed or takes too long.
+    process 0 has committed. On process 0 add the sums of all processes to meta. Raises OSError when
+    a process has failed or takes too long.
     """
+    if jax.process_count() == 1:
+        _add_sums(meta, sums)
+        return
+    save_id = meta["folder"]
+    store.write(_rank_file(meta), json.dumps(sums).encode()).result()
     is_main = jax.process_index() == 0
     # Process 0 is the first to give up, since its error names the process that is unfinished.
     timeout_s = PEER_TIMEOUT_S if is_main else 2 * PEER_TIMEOUT_S
     deadline = time.monotonic() + timeout_s
     unfinished = [*range(1, jax.process_count())] if is_main else [0]
-    sums = []
     while True:
         if is_main:
             for rank in [*unfinished]:
@@ -792,10 +784,11 @@ def _wait_for_peers(store, save_id):
                 if content not in (b"", BEGUN):
                     sums += json.loads(content)
                     unfinished.remove(rank)
+            if not unfinished:
+                _add_sums(meta, sums)
+                return
         elif _is_committed(store, save_id):
-            unfinished = []
-        if not unfinished:
-            return sums
+            return
         error = _read(store, f"{save_id}.failed")
         if error:
             raise OSError(error.decode())
@@ -806,6 +799,16 @@ def _wait_for_peers(store, save_id):
 
 
 # ---- retention and clean-up
+
+def _delete_replaced(root, meta, retention, log):
+    """Delete an earlier checkpoint of the step of `meta`, and old ones by `delete_old`."""
+    try:
+        delete_leftovers(root, log, only=meta["step"])
+        delete_old(root, *retention, log, up_to=meta["step"])
+    except (ValueError, OSError) as e:
+        log(f"{step_path(root, meta['step'])} is written; deleting what it replaces failed: "
+            f"{_message(e)}")
+
 
 def delete_old(root, max_to_keep, keep_period=0, log=print, up_to=float("inf")):
     """Delete old checkpoints up to a step: the passing ones, see `save`, and of the others all but

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All settings of a run: one dataclass, its command line, and the rules between its fields.
+"""All settings of a run: one dataclass, its text forms (command line, JSON, presets), and the rules
+between its fields, whose errors come in one message.
 
-Owns `Config`, the one class of the project, its text forms (command line, JSON, named presets) and
-its validation. Rejects a config that cannot run, with all errors in one message.
 Invariant: a `Config` is hashable, so that it can be a static argument of jax.jit.
 """
 import contextlib
@@ -22,7 +21,8 @@ from math import inf, prod
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-# Types of numbers. Each carries its bound: (test, rule as text).
+Texts = tuple[str, ...]
+# Numbers, each with its bound: (test, rule).
 PosInt = Annotated[int, (lambda x: 1 <= x < 2**31, "at least 1, and below 2^31")]
 NonNegInt = Annotated[int, (lambda x: x >= 0, "at least 0")]
 NonNegFloat = Annotated[float, (lambda x: 0 <= x < inf, "at least 0, and finite")]
@@ -40,333 +40,252 @@ Seed = Annotated[int, (lambda x: 0 <= x < 2**32, "in [0, 2^32)")]
 Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all remaining devices")]
 
 
-# The comment beside or above a field is its text in --help; `# ---- name` begins a group there.
-# A size of 0 is filled in by derive_text, vocab_size by the tokenizer, "auto" by train.setup_run.
-# On a first reading: the groups data, length, model and optimizer.
+# The comment beside or above a field is its --help. A size of 0 is filled in by resolve_model,
+# vocab_size by the tokenizer, "auto" by train.setup_run.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run
 
-    # train: train, or resume a run; eval: evaluate the newest checkpoint; sample: print samples
-    # from it; plan: print memory and FLOPs without allocating; data: tokenize the data;
-    # export: write the newest checkpoint as Hugging Face weights
+    # eval, sample, export: of a checkpoint; plan: print memory and FLOPs; data: only tokenize
     mode: Literal["train", "eval", "sample", "plan", "data", "export"] = "train"
-    config: str = ""  # JSON file or preset name, with values for the flags that are not typed
-    # folder of this run: config, metrics, checkpoints, plot. empty: named after the fields that
-    # define the run and differ from their defaults, as out/default or out/lr=0.0003,seed=1; modes
-    # eval, sample and export take the newest run in out when no such field is set
-    out_dir: str = ""
-    # folder of checkpoints, also s3://bucket/path or gs://bucket/path; empty: out_dir/ckpt
-    ckpt_dir: str = ""
-    # auto: resume if out_dir has a run, whose config.json then gives the flags that are not typed;
-    # must: fail if it has none; never: fail if it has one; overwrite: delete that run first
+    config: str = ""  # preset, or JSON file with flags; typed flags win
+    out_dir: str = ""  # folder of the run; empty: named after its flags, as out/lr=0.0003
+    ckpt_dir: str = ""  # folder of checkpoints, also s3://... or gs://...; empty: out_dir/ckpt
+    # auto: resume a run in out_dir; must: fail without one; never: fail with one; overwrite:
+    # delete it first
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"
-    allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's config
-    # fields that --init_from may not replace even where they have their defaults; fields that a
-    # flag, --config or a resumed run sets are among them
-    explicit: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    # where initial parameters come from; the last one wins. DIR, DIR@best, DIR@400: a run, or this
-    # checkpoint of it; a folder of Hugging Face weights; hf://ORG/NAME or hf://ORG/NAME@REVISION;
-    # an adapter of PEFT, after its base. Options follow within the same quotes, as in 'DIR load=w*
-    # strict=no'. load=: patterns of parameters to take; exclude=: patterns of parameters to skip;
-    # rename=SAVED:LOCAL: prefix to replace; strict=no: skip names that do not fit; dynamic=yes:
-    # load again every reload_every
-    init_from: tuple[str, ...] = ()
-    # DIR@STEP: begin with the full state that the run in DIR had at this step, in a folder of its
-    # own; the config.json in DIR gives the flags that are not typed
-    branch_from: str = ""
-    # checkpoint that modes eval, sample and export read: latest, best (see keep_best), or a step
-    checkpoint: str = "latest"
-    export: str = ""  # folder for the newest parameters as Hugging Face weights; empty: no export
+    allow_change: Texts = ()  # fields that may differ from the checkpoint's
+    # fields that --init_from may not replace, as those of flags and --config
+    explicit: Texts = dataclasses.field(default=(), compare=False)
+    # initial parameters: runs as DIR, DIR@best or DIR@400, Hugging Face weights, also as
+    # hf://ORG/NAME@REVISION, adapters of PEFT; the last with a parameter wins. Options, as in 'DIR
+    # load=w*': load, exclude (patterns), rename=SAVED:LOCAL (prefixes), strict=no (only what fits),
+    # dynamic=yes (see reload_every)
+    init_from: Texts = ()
+    branch_from: str = ""  # DIR@STEP: continue from this state of another run
+    checkpoint: str = "latest"  # to read: latest, best (see keep_best), or a step
+    export: str = ""  # folder for Hugging Face weights; empty: none
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of exported weights
-    hooks: tuple[str, ...] = ()  # functions to call on events of the run, as my_hooks.py:in_bits
-    # folder of compiled programs and tokenized data; empty: keep no compiled programs
-    cache_dir: str = "~/.cache/sixfile"
+    hooks: Texts = ()  # functions called on events, as my_hooks.py:in_bits
+    cache_dir: str = "~/.cache/sixfile"  # of compiled programs and tokens; empty: no programs
 
     # ---- data
 
-    # training files: paths, globs, folders of Hugging Face datasets, objects in buckets, as in
-    # 's3://bucket/web/*.parquet' or 'gs://...', or data on the Hub, as in hf://datasets/ORG/NAME or
-    # 'hf://datasets/ORG/NAME/*.parquet'; empty: the source files of Python's standard library. With
-    # weights they are mixed in these proportions, as web.bin=0.7 code.bin=0.3
-    data: tuple[str, ...] = ()
-    # validation files or globs; empty: the last val_frac of data. Sets with names, as in
-    # code='tests/*.py' prose=a.txt prose=b.txt, are evaluated one by one, and then either all
-    # entries have a name or none; an existing path that contains = is a path
-    val_data: tuple[str, ...] = ()
-    val_frac: FractionBelow1 = 0.1  # fraction of data for validation, when val_data is empty
-    # columns of the data by other names than text, prompt and completion, or messages and tools:
-    # as text=content
-    columns: tuple[str, ...] = ()
-    # dtype of .bin token files without a header: uint16, uint32, int32, int64
+    # files, globs, folders of datasets, s3://..., gs://..., hf://datasets/ORG/NAME; mixtures as
+    # FILE=WEIGHT; empty: Python's standard library
+    data: Texts = ()
+    # likewise; sets as NAME=FILE; empty: the last val_frac of data
+    val_data: Texts = ()
+    val_frac: FractionBelow1 = 0.1  # of data, without val_data
+    columns: Texts = ()  # columns by other names, as text=content
+    # of .bin token files without a header
     data_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
-    # id of the token between documents in token files, which document_mask needs; -1: unknown
-    eod_id: TokenId = -1
-    # bytes, a tokenizer.json or its folder, hf://ORG/NAME on the Hub, or tiktoken:NAME
+    eod_id: TokenId = -1  # ends documents in token files; -1: unknown
+    # bytes, a tokenizer.json or its folder, hf://ORG/NAME, or tiktoken:NAME
     tokenizer: str = "bytes"
-    eos_token: str = ""  # token of the tokenizer that ends a document; empty: its eos_token
-    token_cache: str = ""  # folder of tokenized data; empty: the folder data in cache_dir
-    # stream: join all documents and cut every seq_len tokens; best_fit: pack documents into
-    # sequences without splitting them; none: one document per sequence, padded
+    eos_token: str = ""  # ends a document; empty: the tokenizer's eos_token
+    token_cache: str = ""  # folder of tokens; empty: data in cache_dir
+    # stream: join documents and cut; best_fit: pack whole documents; none: pad each
     packing: Literal["stream", "best_fit", "none"] = "stream"
-    # attend only within the token's own document, with positions from its start; best_fit and none
-    # always do
-    document_mask: bool = False
-    # which part to keep of a document that is longer than a sequence, unless packing is stream
+    document_mask: bool = False  # attend within documents, as best_fit and none always do
+    # of a document longer than a sequence
     truncation: Literal["keep_start", "keep_end"] = "keep_start"
-    # side on which sequences are padded, unless packing is stream
-    padding_side: Literal["right", "left"] = "right"
-    overfit_batch: bool = False  # train on batch 0 alone, to check that the model can learn it
+    padding_side: Literal["right", "left"] = "right"  # of sequences
+    overfit_batch: bool = False  # train on batch 0 alone
 
     # ---- length and batch
 
-    steps: PosInt = 1000  # optimizer steps in total, and the horizon of the schedule
-    epochs: NonNegFloat = 0.0  # passes over the training data; above 0 it determines steps
-    # conditions that end the run early: 500 (steps in all), +100 (steps of this launch), 2h30m
-    # (since this launch began), val_loss<3 or loss>9 (a loss above its bound exits with code 1)
-    stop: tuple[str, ...] = ()
+    steps: PosInt = 1000  # optimizer steps, the schedule's horizon
+    epochs: NonNegFloat = 0.0  # passes over the training data; 0: use steps
+    # ends the run early: at step 500, after +100 steps or 2h30m of this launch, when val_loss<3;
+    # loss>9 exits with code 1
+    stop: Texts = ()
     batch_size: PosInt = 16  # sequences per step, over all devices
-    grad_accum_steps: PosInt = 1  # microbatches per step, for gradient accumulation
+    grad_accum_steps: PosInt = 1  # microbatches into which a batch is split
     seq_len: PosInt = 128  # tokens per sequence
 
     # ---- model
 
     d_model: PosInt = 128  # width of the residual stream
     n_layers: PosInt = 3  # layers, each of attention and MLP
-    d_ff: NonNegInt = 0  # width of the MLP; 0: 8/3 d_model, rounded up to a multiple of 32
-    vocab_size: NonNegInt = 0  # number of token ids; 0: the tokenizer's
+    d_ff: NonNegInt = 0  # width of the MLP; 0: 8/3 d_model, rounded up to 32
+    vocab_size: NonNegInt = 0  # token ids; 0: the tokenizer's
 
-    # A change of the fields from here to experts_per_token may leave all shapes equal, but makes
-    # another model: see architecture_mismatch.
+    # From here to experts_per_token: another model, perhaps of equal shapes.
 
     n_heads: PosInt = 2  # query heads
-    n_kv_heads: NonNegInt = 0  # key and value heads; 0: as many as query heads
+    n_kv_heads: NonNegInt = 0  # key and value heads; 0: n_heads
     head_dim: NonNegInt = 0  # width of a head; 0: d_model / n_heads
     rope_theta: PosFloat = 10000.0  # base of the rotary frequencies
-    rope_factor: PosFloat = 1.0  # scaling of rotary wavelengths, for longer sequences; 1: none
-    # which wavelengths rope_factor scales: long ones, by the rule of Llama 3.1 or of YaRN, or all
+    rope_factor: PosFloat = 1.0  # of rotary wavelengths; 1: none
+    # rope_factor scales long wavelengths, by Llama 3.1 or YaRN, or all
     rope_scaling: Literal["llama3", "yarn", "linear"] = "llama3"
-    rope_original_len: PosInt = 8192  # tokens per sequence before rope_factor
-    # factor of rotated queries and keys under yarn; 0: 0.1 ln(rope_factor) + 1
-    rope_attn_factor: NonNegFloat = 0.0
-    # growth of queries with the position: 1 + beta ln(1 + floor(position / rope_original_len))
+    rope_original_len: PosInt = 8192  # sequence length before rope_factor
+    rope_attn_factor: NonNegFloat = 0.0  # yarn's, of q and k; 0: 0.1 ln(rope_factor) + 1
+    # q grows by 1 + beta ln(1 + floor(position / rope_original_len))
     rope_query_beta: NonNegFloat = 0.0
-    # rope_theta of layers with a window, whose wavelengths are then not scaled; 0: as all layers
+    # of layers with a window, unscaled; 0: rope_theta
     rope_local_theta: NonNegFloat = 0.0
-    norm_eps: PosFloat = 1e-6  # constant added to the mean square in RMSNorm
-    qk_norm: bool = True  # RMSNorm on each query and key head
-    qkv_bias: bool = False  # biases of the query, key and value projections
-    # RMSNorm of what attention and MLP return in place of what they get; qk_norm is then over all
-    # heads together, as in OLMo 2
-    post_norm: bool = False
-    sandwich_norm: bool = False  # RMSNorm of what attention and MLP get and of what they return
-    geglu: bool = False  # GELU in place of SiLU in the MLP
+    norm_eps: PosFloat = 1e-6  # added to the mean square in RMSNorm
+    qk_norm: bool = True  # RMSNorm on q and k, by head
+    qkv_bias: bool = False  # biases of q, k and v
+    post_norm: bool = False  # RMSNorm after attention and MLP, and qk_norm over all heads (OLMo 2)
+    sandwich_norm: bool = False  # RMSNorm before and after attention and MLP
+    geglu: bool = False  # GELU in the MLP, not SiLU
     tie_embeddings: bool = True  # one matrix for embedding and logits
-    scale_embed: bool = False  # multiply the embedding of a token by sqrt(d_model)
-    attn_softcap: NonNegFloat = 0.0  # bound of attention scores: cap * tanh(x / cap); 0: none
-    logit_softcap: NonNegFloat = 0.0  # bound of logits, likewise
-    # how many tokens a query attends to, itself included; 0: all before it
-    sliding_window: NonNegInt = 0
-    # kinds of the layers, repeated over the depth, as in `sliding sliding full`: sliding has the
-    # sliding_window, full has none; full_nope and sliding_nope have no rotary positions. Default:
-    # all layers alike
-    layer_types: tuple[str, ...] = ()
+    scale_embed: bool = False  # multiply embeddings by sqrt(d_model)
+    attn_softcap: NonNegFloat = 0.0  # of attention scores: cap * tanh(x / cap); 0: none
+    logit_softcap: NonNegFloat = 0.0  # of logits, likewise
+    sliding_window: NonNegInt = 0  # tokens that a query sees; 0: all before it
+    # pattern over the depth: full, sliding, and without rotary positions full_nope, sliding_nope;
+    # empty: all alike
+    layer_types: Texts = ()
     n_experts: NonNegInt = 0  # experts per layer; 0: a dense MLP
-    experts_per_token: PosInt = 2  # experts that the router selects for each token (top-k)
-    # expert capacity as a multiple of an even split of the tokens, beyond which tokens are dropped;
-    # 0: unlimited
+    experts_per_token: PosInt = 2  # that the router selects (top-k)
+    # capacity of an expert, in even shares of tokens; 0: unlimited
     capacity_factor: NonNegFloat = 2.0
-    lora_rank: NonNegInt = 0  # rank of the LoRA factors; 0: no LoRA
-    lora_alpha: PosFloat = 16.0  # LoRA factors are scaled by lora_alpha / lora_rank
-    lora_targets: tuple[str, ...] = ("layers.w*",)  # glob patterns of weights with LoRA factors
-    # probability of dropping an element of the embedding and of the output of each attention and
-    # MLP, in training; attention weights are never dropped
+    lora_rank: NonNegInt = 0  # rank of the factors; 0: no LoRA
+    lora_alpha: PosFloat = 16.0  # factors are scaled by lora_alpha / lora_rank
+    lora_targets: Texts = ("layers.w*",)  # patterns of weights
+    # probability, for embedding and outputs of attention and MLP
     dropout: FractionBelow1 = 0.0
-    # scaling of the width, to compare sizes of one model: multiplies d_model, d_ff, n_heads and
-    # n_kv_heads; head width, layers, vocabulary and lr are unchanged
-    width_mult: PosFloat = 1.0
+    width_mult: PosFloat = 1.0  # multiplies d_model, d_ff, n_heads, n_kv_heads
 
     # ---- numerics
 
-    # compute dtype. auto: the fastest that the device supports; mixed: float32, with bfloat16
-    # operands of matmuls; float16: with loss scaling
+    # auto: the fastest; mixed: float32, matmuls in bfloat16; float16: with loss scaling
     dtype: Literal["auto", "float32", "mixed", "bfloat16", "float16"] = "auto"
-    # dtype of the stored parameters; to bfloat16 they are rounded stochastically
+    # of stored parameters; bfloat16: rounded stochastically
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    # attention kernel. auto: the fastest available; xla: any device; cudnn: NVIDIA GPUs;
-    # pallas: TPUs
+    # auto: the fastest; xla: any device; cudnn: NVIDIA GPUs; pallas: TPUs
     attention: Literal["auto", "xla", "cudnn", "pallas"] = "auto"
-    # activations to recompute in the backward pass. none: none; full: all within a layer; dots: all
-    # but the matmuls with weights; named: all but queries, keys, values and attention output;
-    # offload: as full, with the inputs of layers in host memory
+    # activations to recompute. full: all; dots: all but weight matmuls; named: all but q, k, v and
+    # attention output; offload: all, with layer inputs in host memory
     remat: Literal["none", "full", "dots", "named", "offload"] = "none"
-    # sequence tiles in which logits and loss are computed, to save memory; 0: the fewest that keep
-    # the logits of a tile small, about 256 MiB per device, or 2 GiB on GPUs
-    logit_tiles: NonNegInt = 0
-    mlp_tiles: PosInt = 1  # sequence tiles in which the MLP is computed, to save memory
-    # bit-reproducible on NVIDIA GPUs too, where it rules out cudnn attention and may be slower
-    deterministic: bool = False
+    logit_tiles: NonNegInt = 0  # sequence tiles of the loss, to save memory; 0: automatic
+    mlp_tiles: PosInt = 1  # sequence tiles of the MLP, to save memory
+    deterministic: bool = False  # bit-reproducible on GPUs too; may be slower
 
     # ---- optimizer
 
-    # adamw, adafactor, lion, muon (for the matrices of layers; adamw for the rest), rmsprop, sgd
+    # adamw, adafactor, lion, muon (adamw for all but layer matrices), rmsprop, sgd
     optimizer: str = "muon"
-    lr: LearningRate = -1.0  # peak learning rate; -1: the default of the optimizer
-    # learning rate after warm-up: constant, linear, cosine, polynomial, inverse_sqrt, or wsd, which
-    # is constant and then decays linearly
+    lr: LearningRate = -1.0  # peak learning rate; -1: the optimizer's default
+    # constant, linear, cosine, polynomial, inverse_sqrt, or wsd (constant, then linear)
     schedule: str = "linear"
-    warmup_steps: WarmUp = 0.05  # steps of linear warm-up; below 1: a fraction of steps
-    min_lr_frac: Fraction = 0.0  # fraction of lr that the schedule decays to
-    decay_frac: PosFraction = 0.2  # fraction of steps in which the wsd schedule decays
+    warmup_steps: WarmUp = 0.05  # below 1: a fraction of steps
+    min_lr_frac: Fraction = 0.0  # fraction of lr to decay to
+    decay_frac: PosFraction = 0.2  # fraction of steps, for wsd
     poly_power: NonNegFloat = 2.0  # exponent of the polynomial schedule
-    weight_decay: NonNegFloat = 0.1  # decoupled weight decay, times lr at each step; matrices only
-    b1: FractionBelow1 = 0.9  # decay of the first moment; momentum of Lion, Muon and SGD
-    b2: FractionBelow1 = 0.98  # decay of the second moment (Adam, RMSprop) or the momentum (Lion)
-    eps: PosFloat = 1e-8  # constant added to the denominator of Adam and RMSprop
-    # dtype of first moments; second moments are float32
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    offload_optimizer: bool = False  # keep the moments in host memory between steps
-    # glob patterns of parameters that are not trained; a later !pattern trains its matches again
-    freeze: tuple[str, ...] = ()
-    # multipliers of lr by parameter, as 'embed=0.3' 'layers.w*=2'; the last match wins
-    lr_mult: tuple[str, ...] = ()
-    # multipliers of weight_decay by parameter, as 'embed=0'; the last match wins
-    decay_mult: tuple[str, ...] = ()
-    optimizers: tuple[str, ...] = ()  # optimizers by parameter, as 'embed=sgd'; the last match wins
-    clip_norm: NonNegFloat = 1.0  # maximum global norm of the gradients; 0: no clipping
-    label_smoothing: FractionBelow1 = 0.0  # probability moved from the label to all other tokens
-    z_loss: NonNegFloat = 0.0  # weight of the z-loss, the squared log-partition of the logits
-    router_balance: NonNegFloat = 0.01  # weight of the router's load-balancing loss
-    router_z: NonNegFloat = 0.001  # weight of the router's z-loss
-    # denominator of the summed loss. tokens: labels; positions: all positions, padding included;
-    # sequences: mean over sequences of their means; constant: loss_divisor
+    weight_decay: NonNegFloat = 0.1  # decoupled, times lr; matrices only
+    b1: FractionBelow1 = 0.9  # decay of the first moment; momentum of Lion, Muon, SGD
+    b2: FractionBelow1 = 0.98  # decay of the second moment, or of Lion's momentum
+    eps: PosFloat = 1e-8  # in the denominator of Adam and RMSprop
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of first moments
+    offload_optimizer: bool = False  # moments stay in host memory
+    freeze: Texts = ()  # patterns of parameters not trained; a later !pattern trains
+    lr_mult: Texts = ()  # multipliers, as 'embed=0.3' 'layers.w*=2'; the last match wins
+    decay_mult: Texts = ()  # of weight_decay, likewise
+    optimizers: Texts = ()  # as 'embed=sgd', likewise
+    clip_norm: NonNegFloat = 1.0  # maximum norm of all gradients; 0: none
+    label_smoothing: FractionBelow1 = 0.0  # probability moved to all other tokens
+    z_loss: NonNegFloat = 0.0  # weight of the squared log-partition
+    router_balance: NonNegFloat = 0.01  # weight of load balancing
+    router_z: NonNegFloat = 0.001  # weight of its z-loss
+    # denominator of the loss. tokens: labels; positions: all; sequences: mean of their means;
+    # constant: loss_divisor
     loss_norm: Literal["tokens", "positions", "sequences", "constant"] = "tokens"
-    loss_divisor: NonNegFloat = 0.0  # denominator for a batch, with loss_norm constant
-    # what to do after a loss or gradient that is not finite; parameters are unchanged in any case.
-    # skip: take the next batch; stop: save the last good state and exit with code 1; raise: end
-    # with a traceback
+    loss_divisor: NonNegFloat = 0.0  # of a batch, with loss_norm constant
+    # after a loss or gradient that is not finite, which changes no parameter. skip: continue; stop:
+    # save, exit with code 1; raise: an error
     on_nonfinite: Literal["skip", "stop", "raise"] = "stop"
 
     # ---- random numbers
 
-    seed: Seed = 0  # for initialization, data order and sampling
+    seed: Seed = 0  # of initialization, data order, sampling
 
     # ---- mesh
 
-    # A run may resume with another value of the fields from here on: see RESUMABLE_FIELDS.
+    # From here on: a resume may change these (RESUMABLE_FIELDS).
 
-    # devices along dp, which splits batch, gradients and moments (ZeRO-2); -1: all remaining
-    dp: Axis = 1
-    # devices along fsdp, which splits the batch, the moments and the parameters (ZeRO-3); -1: all
-    # remaining devices
-    fsdp: Axis = -1
-    ep: Axis = 1  # devices along ep, which splits experts, the batch and other weights
-    tp: Axis = 1  # devices along tp, which splits heads, MLP width and vocabulary
-    sp: Axis = 1  # devices along sp, which splits the sequence (Ulysses) and weights
-    # TPU slices or groups of hosts joined by a slow network; they split dp, or fsdp where dp is 1.
-    slices: PosInt = 1
-    # address of process 0 as host:port; auto: found by Slurm, Open MPI or Kubernetes; empty: the
-    # run has one process
+    dp: Axis = 1  # devices that split batch, gradients and moments (ZeRO-2); -1: all remaining
+    fsdp: Axis = -1  # devices that also split parameters (ZeRO-3)
+    ep: Axis = 1  # devices that split experts, batch and weights
+    tp: Axis = 1  # devices that split heads, MLP and vocabulary
+    sp: Axis = 1  # devices that split sequences (Ulysses) and weights
+    slices: PosInt = 1  # groups on a slow network, along dp, or fsdp if dp is 1
+    # host:port of process 0; auto: of Slurm, Open MPI, Kubernetes; empty: one process
     coordinator: str = ""
-    n_processes: PosInt = 1  # number of processes of the run, with coordinator host:port
-    process_id: NonNegInt = 0  # index of this process, with coordinator host:port
-    # seconds without progress in any process after which all of them exit; 0: never
-    peer_timeout_s: NonNegFloat = 1800.0
-    log_all_processes: bool = False  # print log rows, and trace profiles, in every process
+    n_processes: PosInt = 1  # of the run, with coordinator host:port
+    process_id: NonNegInt = 0  # of this process, likewise
+    peer_timeout_s: NonNegFloat = 1800.0  # seconds without progress until exit; 0: never
+    log_all_processes: bool = False  # rows and profiles of every process
 
     # ---- intervals
 
-    track: tuple[str, ...] = ()  # metric trackers besides metrics.jsonl: wandb, tensorboard
-    # steps between rows of metrics.jsonl; a run of fewer steps has a row at its end; 0: no rows
-    log_every: NonNegInt = 10
-    # interval between evaluations: 250 (steps), 1epoch, 10m (of all launches together), 1window (of
-    # data that comes later), or several as 250,1h; 0: only at the end
+    track: Texts = ()  # metric trackers: wandb, tensorboard
+    log_every: NonNegInt = 10  # steps between rows of metrics.jsonl; 0: none
+    # 250 (steps), 1epoch, 10m, 1window, or several as 250,1h; 0: only at the end
     eval_every: Interval = 250
-    # batches, of eval_batch_size, that an evaluation takes of each validation set; 0: all of it
-    eval_batches: NonNegInt = 40
-    # sequences per batch of an evaluation, without microbatches; 0: batches as in training
-    eval_batch_size: NonNegInt = 0
-    # file to write the values per example of mode eval to, as .jsonl; empty: none
-    examples_file: str = ""
-    price: NonNegFloat = 0.0  # price of one device for an hour; mode plan prints the cost of a run
-    # interval between checkpoints, as 250, 1epoch or 250,10m; 0: only at the end. A checkpoint that
-    # a time like 10m made is deleted when the next one exists, unless keep_period keeps it
+    eval_batches: NonNegInt = 40  # batches of each validation set; 0: all
+    eval_batch_size: NonNegInt = 0  # sequences per evaluation batch; 0: as in training
+    examples_file: str = ""  # .jsonl of values per example, in mode eval; empty: none
+    price: NonNegFloat = 0.0  # of a device for an hour, in mode plan
+    # between checkpoints; one by time, as 10m, is kept until the next
     save_every: Interval = 250
-    save_end: bool = True  # save after the last step, and when a condition of stop ends the run
-    # metric of evaluations, as val_loss or val_acc, whose best parameters are kept in ckpt/best.
-    # val_loss<: less is better; val_acc>: more is. empty: none
-    keep_best: str = ""
-    max_to_keep: NonNegInt = 2  # newest checkpoints to keep; 0: all
-    keep_period: NonNegInt = 0  # checkpoints at multiples of this step are never deleted; 0: none
-    save_exclude: tuple[str, ...] = ()  # glob patterns of parameters that checkpoints exclude
-    # interval between checkpoints of the parameters alone, in ckpt/weights, as 250 or 1epoch; 0:
-    # never
-    weights_every: Interval = 0
-    export_every: Interval = 0  # interval between exports, as 250 or 1epoch; 0: only at the end
-    # interval between reloads of init_from sources with dynamic=yes, as 250 or 10m; 0: never
-    reload_every: Interval = 0
-    # interval between printed samples, as 500 or 1epoch; 0: only at the end
-    sample_every: Interval = 500
-    # glob patterns of parameters whose histograms and gradient norms are logged
-    watch: tuple[str, ...] = ()
-    profile: str = ""  # steps first:last to trace into out_dir/profile, as 20:22; empty: none
+    save_end: bool = True  # save after the last step, and when stop ends the run
+    keep_best: str = ""  # by a metric, as val_loss or 'val_acc>', in ckpt/best; empty: none
+    max_to_keep: NonNegInt = 2  # newest ones to keep; 0: all
+    keep_period: NonNegInt = 0  # keep those at multiples of this step; 0: none
+    save_exclude: Texts = ()  # patterns of parameters to exclude
+    weights_every: Interval = 0  # between checkpoints of parameters alone; 0: never
+    export_every: Interval = 0  # between exports; 0: only at the end
+    reload_every: Interval = 0  # between reloads of init_from with dynamic=yes; 0: never
+    sample_every: Interval = 500  # between printed samples; 0: only at the end
+    watch: Texts = ()  # patterns of parameters with logged histograms
+    profile: str = ""  # steps first:last to trace, as 20:22; empty: none
 
     # ---- sampling
 
-    # text that a sample continues; empty: none, or in training the beginning of a validation row
-    prompt: str = ""
-    chat: str = ""  # question that a sample answers, in the tokenizer's chat template
-    # file of prompts, one a line; or .jsonl with prompt (a text) or messages (a chat) in each row
-    prompts: str = ""
-    samples_file: str = ""  # file to write the samples of mode sample to, as .jsonl; empty: none
-    n_samples: PosInt = 1  # number of samples of each prompt
+    prompt: str = ""  # text to continue; empty: none, or a beginning in the data
+    chat: str = ""  # question in the tokenizer's chat template; empty: none
+    prompts: str = ""  # file, one a line, or .jsonl with prompt or messages
+    samples_file: str = ""  # .jsonl to write, in mode sample; empty: none
+    n_samples: PosInt = 1  # of each prompt
     sample_tokens: NonNegInt = 200  # new tokens per sample; 0: no samples
-    temperature: NonNegFloat = 0.8  # sampling temperature; 0: greedy
-    top_k: NonNegInt = 0  # sample among the k most likely tokens; 0: all
-    # sample among the most likely tokens whose probabilities sum to this (nucleus sampling)
-    top_p: PosFraction = 1.0
+    temperature: NonNegFloat = 0.8  # 0: greedy
+    top_k: NonNegInt = 0  # sample among the k likeliest tokens; 0: all
+    top_p: PosFraction = 1.0  # sample among the likeliest tokens of this total probability
 
 
 # ---- command line
 
 def parse(argv, kind=Config):
-    """The config of a command line. Each field has the value of the first of these sources that
-    sets it: a flag, the file or preset --config, the run in out_dir, the run that --branch_from
-    leaves, the defaults of `kind`.
+    """The config of a command line; `kind` is Config, or a dataclass that extends it by flags.
 
-    kind: a dataclass that extends Config; its fields become flags too. Raises ValueError for
-    unknown flags and malformed numbers. `--help` prints and exits.
+    A field has the value of the first source that sets it: a flag, the file or preset --config, the
+    run in out_dir, the run of --branch_from, the defaults of `kind`. Raises ValueError for unknown
+    flags and malformed numbers.
     """
-    if "--help" in argv or "-h" in argv:
-        _print_help(argv, kind)
-    # Each source is a dict {field: value}, which may be empty.
-    typed = _expand_home(_typed_values(argv, kind))
+    # Each source is a dict {field: value}, which may be empty. The right one of | wins.
+    typed = _typed_values(argv, kind)  # --help exits
     from_branch = _branch_values(kind(**typed))
     from_file = _load_values(typed.get("config", ""), kind)
-    # Which folder? A first config answers that. The folder may hold a run with a config of its own.
-    first = kind(**_merge(from_branch, from_file, typed))
+    # A first config tells the folder, which may hold a run with a config of its own.
+    first = kind(**from_branch | from_file | typed)
     out_dir = _choose_out_dir(first, typed)
     from_run = {}
-    if first.mode in ("train", *READ_MODES) and first.resume in ("auto", "must"):
+    if first.mode not in ("plan", "data") and first.resume in ("auto", "must"):
         from_run = _run_config(out_dir, kind)
-    # The file is the config of another run: its folders are not those of this one.
+    # Of another run's config the folders are not those of this one.
     if not _is_same_path(from_file.get("out_dir", out_dir), out_dir):
         from_file.update(ckpt_dir="", export="")
 
-    values = _merge(from_run or from_branch, from_file, typed)
-    values["explicit"] = tuple(sorted(values))
-    values["out_dir"] = out_dir
-    if from_run:  # other values than those in its config.json, whose path this is, are changes
+    values = (from_run or from_branch) | from_file | typed
+    values |= {"explicit": tuple(sorted(values)), "out_dir": out_dir}
+    if from_run:  # changed_flags compares with the config.json of the run
         values["config"] = from_run["config"]
     return kind(**values)
-
-
-def _merge(*sources):
-    """One dict of all sources; the last source that has a key gives its value."""
-    merged = {}
-    for source in sources:
-        merged |= source
-    return merged
 
 
 # ---- supporting
@@ -377,9 +296,13 @@ def _merge(*sources):
 # ---- flags
 
 def _typed_values(argv, kind):
-    """{field: value} of the flags on a command line, also of those that give a default."""
+    """{field: value} of the flags on a command line, also of those that give a default. --help
+    prints and exits.
+    """
     import tyro
 
+    if "--help" in argv or "-h" in argv:
+        _print_help(argv, kind)
     # tyro finds the texts of each flag. Choices stay texts: validate names the nearest one.
     types = get_type_hints(kind)
     fields = []
@@ -403,7 +326,7 @@ def _typed_values(argv, kind):
             if name in typed and get_origin(types[name]) is tuple:
                 raise ValueError(f"--{name}: stands twice; write all its values after one")
             typed[name] = _read_flag(name, getattr(flags, name), types[name])
-    return typed
+    return _expand_home(typed)
 
 
 def _read_flag(name, value, hint):
@@ -519,8 +442,9 @@ NAME_BYTES = 100  # longest derived name
 READ_MODES = ("eval", "sample", "export")  # modes that read a run
 # Fields that define a run when it trains. Modes that read a run may have others, such as the files
 # of an evaluation, so they do not say which run is meant.
-EVALUATION_FIELDS = ("val_data", "val_frac", "columns", "data_dtype", "eod_id", "packing",
-                     "document_mask", "truncation", "padding_side", "dtype", "hooks")
+EVALUATION_FIELDS = set(
+    "val_data val_frac columns data_dtype eod_id packing document_mask truncation padding_side "
+    "dtype hooks".split())
 
 
 def _choose_out_dir(cfg, typed):
@@ -538,7 +462,7 @@ def _choose_out_dir(cfg, typed):
     derived = derive_out_dir(cfg)
     defining = {name for name in typed if _defines_run(name) or name == "config"}
     if not Path(derived, "metrics.jsonl").exists():
-        defining -= {*EVALUATION_FIELDS}  # else a run was trained with the flags of an evaluation
+        defining -= EVALUATION_FIELDS  # else a run was trained with the flags of an evaluation
     logs = list(Path(RUNS_DIR).glob("*/metrics.jsonl"))
     if cfg.mode in READ_MODES and not defining and logs:
         newest = max(logs, key=lambda log: log.stat().st_mtime)
@@ -600,7 +524,7 @@ def _default_values(cfg):
     default = vars(type(cfg)())
     if not cfg.config:  # a config from Python
         return default
-    return _merge(default, _branch_values(cfg), _load_values(cfg.config, type(cfg)))
+    return default | _branch_values(cfg) | _load_values(cfg.config, type(cfg))
 
 
 def _as_flag(name, value):
@@ -1033,18 +957,25 @@ def _multiple_errors(name, value, rule, divisor):
 # ---- rules between fields
 
 # Names that the formats of data.py know.
-COLUMNS = ("text", "prompt", "completion", "messages", "conversations", "instruction", "input",
-           "output", "system", "tools", "chosen", "rejected", "input_ids", "labels",
-           "attention_mask")
+COLUMNS = (
+    "text prompt completion messages conversations instruction input output system tools chosen "
+    "rejected input_ids labels attention_mask".split())
 
 
-def _rule_errors(cfg):
-    """Errors of fields whose values are malformed, or do not go together."""
+def _begin_rules(cfg):
+    """(a list, rule(field, holds, text), which appends an error to it unless `holds`)."""
     errors = []
 
     def rule(field, holds, text):
         if not holds:
             errors.append(field_error(cfg, field, text))
+
+    return errors, rule
+
+
+def _rule_errors(cfg):
+    """Errors of fields whose values are malformed, or do not go together."""
+    errors, rule = _begin_rules(cfg)
 
     def check(field, parse, *args):
         try:
@@ -1058,8 +989,7 @@ def _rule_errors(cfg):
     check("stop, as 500, +100, 2h30m or val_loss<3", parse_stops, cfg)
     check("profile", profile_span, cfg)
     check("keep_best", parse_best, cfg.keep_best or "val_loss")
-    if cfg.branch_from:
-        check("branch_from", parse_branch, cfg.branch_from)
+    check("branch_from", parse_branch, cfg.branch_from or "DIR@0")
     columns = dict(text.partition("=")[::2] for text in cfg.columns)
     rule("columns", all(columns.values()) and len({*columns} & {*COLUMNS}) == len(cfg.columns),
          f"must be NAME=COLUMN, as in text=content, with a NAME of {', '.join(COLUMNS)}")
@@ -1086,6 +1016,28 @@ def _rule_errors(cfg):
     return errors
 
 
+# Fields without effect unless another field is set, or has one of the values after its name.
+NEEDS = """
+checkpoint: mode eval sample export
+samples_file: mode sample
+examples_file: mode eval
+price: mode plan
+experts_per_token capacity_factor router_balance router_z: n_experts
+log_all_processes: coordinator
+lora_alpha lora_targets: lora_rank
+export_every export_dtype: export
+truncation padding_side: packing best_fit none
+document_mask: packing stream
+eod_id: document_mask
+watch: log_every
+top_k top_p: temperature
+rope_attn_factor: rope_scaling yarn
+loss_divisor: loss_norm constant
+decay_frac: schedule wsd
+poly_power: schedule polynomial
+"""
+
+
 def _unused_errors(cfg):
     """Errors of fields that are set, by a flag rather than by cfg.config, and have no effect."""
     default = _default_values(cfg)
@@ -1097,32 +1049,19 @@ def _unused_errors(cfg):
                 text = f"has no effect with {field} {getattr(cfg, field)!r}"
                 errors.append(field_error(cfg, name, text))
 
-    unused("mode", cfg.mode not in READ_MODES, "checkpoint")
-    unused("mode", cfg.mode != "sample", "samples_file")
-    unused("mode", cfg.mode != "eval", "examples_file")
-    unused("mode", cfg.mode != "plan", "price")
-    unused("n_experts", not cfg.n_experts,
-           "experts_per_token", "capacity_factor", "router_balance", "router_z")
+    for row in NEEDS.strip().splitlines():
+        names, needed = row.split(": ")
+        field, *values = needed.split()
+        value = getattr(cfg, field)
+        unused(field, value not in values if values else not value, *names.split())
     unused("coordinator", cfg.coordinator in ("", "auto"), "n_processes", "process_id")
-    unused("coordinator", not cfg.coordinator, "log_all_processes")
-    unused("lora_rank", not cfg.lora_rank, "lora_alpha", "lora_targets")
     unused("epochs", cfg.epochs, "steps")
-    unused("export", not cfg.export, "export_every", "export_dtype")
     unused("init_from", "dynamic=yes" not in str(cfg.init_from), "reload_every")
-    unused("packing", cfg.packing == "stream", "truncation", "padding_side")
-    unused("packing", cfg.packing != "stream", "document_mask")
-    unused("document_mask", not cfg.document_mask, "eod_id")
-    unused("log_every", not cfg.log_every, "watch")
-    unused("temperature", not cfg.temperature, "top_k", "top_p")
     unused("rope_factor", cfg.rope_factor == 1, "rope_scaling")
-    unused("rope_factor", cfg.rope_factor == 1 and not cfg.rope_query_beta, "rope_original_len")
-    unused("rope_scaling", cfg.rope_scaling == "linear" and not cfg.rope_query_beta,
-           "rope_original_len")
-    unused("rope_scaling", cfg.rope_scaling != "yarn", "rope_attn_factor")
-    unused("loss_norm", cfg.loss_norm != "constant", "loss_divisor")
+    if not cfg.rope_query_beta:
+        unused("rope_factor", cfg.rope_factor == 1, "rope_original_len")
+        unused("rope_scaling", cfg.rope_scaling == "linear", "rope_original_len")
     unused("schedule", cfg.schedule == "constant", "min_lr_frac")
-    unused("schedule", cfg.schedule != "wsd", "decay_frac")
-    unused("schedule", cfg.schedule != "polynomial", "poly_power")
     # Muon leaves some parameters to AdamW, which reads all of these.
     optimizers = {cfg.optimizer, *(text.rpartition("=")[2] for text in cfg.optimizers)}
     unused("optimizer", optimizers <= {"adafactor", "rmsprop"}, "b1", "moment_dtype")
@@ -1195,30 +1134,26 @@ def text_errors(sizes, cfg):
 
     sizes: {axis: size} of the mesh, or None to skip it.
     """
-    errors = []
+    errors, rule = _begin_rules(cfg)
     if not cfg.head_dim:
         errors += _multiple_errors("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads)
     if cfg.n_kv_heads:
         errors += _multiple_errors("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads)
-    if cfg.head_dim % 2:
-        errors.append(field_error(cfg, "head_dim", "must be even, for rotary positions"))
-    unknown = sorted(set(cfg.layer_types) - set(LAYER_TYPES))
-    for kind in unknown:
-        errors.append(f"layer_types {kind!r}: must be one of {', '.join(LAYER_TYPES)}")
-    if len(cfg.layer_types) > cfg.n_layers:
-        errors.append(field_error(cfg, "layer_types", f"must be at most n_layers {cfg.n_layers}"))
-    has_window = any(kind.startswith("sliding") for kind in cfg.layer_types)
-    if cfg.layer_types and not unknown and has_window != (cfg.sliding_window > 0):
-        rule = "must be above 0 if" if has_window else "must be 0 unless"
-        errors.append(field_error(cfg, "sliding_window", f"{rule} layer_types has a sliding one"))
-    if cfg.rope_local_theta and not cfg.sliding_window:
-        errors.append(field_error(cfg, "rope_local_theta", "must be 0 without a sliding_window"))
-    if cfg.post_norm and cfg.sandwich_norm:
-        errors.append(field_error(cfg, "sandwich_norm", "must be off with post_norm"))
+    rule("head_dim", cfg.head_dim % 2 == 0, "must be even, for rotary positions")
+    unknown = {*cfg.layer_types} - {*LAYER_TYPES}
+    rule("layer_types", not unknown, f"each must be one of {', '.join(LAYER_TYPES)}")
+    rule("layer_types", len(cfg.layer_types) <= cfg.n_layers,
+         f"must be at most n_layers {cfg.n_layers}")
+    has_window = "sliding" in str(cfg.layer_types)
+    rule("sliding_window",
+         unknown or not cfg.layer_types or has_window == (cfg.sliding_window > 0),
+         f"must be {'above 0 if' if has_window else '0 unless'} layer_types has a sliding one")
+    rule("rope_local_theta", not cfg.rope_local_theta or cfg.sliding_window,
+         "must be 0 without a sliding_window")
+    rule("sandwich_norm", not (cfg.post_norm and cfg.sandwich_norm), "must be off with post_norm")
     for name in ("d_model", "d_ff", "n_heads", "n_kv_heads"):
         size = getattr(cfg, name) * cfg.width_mult
-        if abs(size - round(size)) > 1e-9 * size:
-            errors.append(field_error(cfg, "width_mult", f"{name} would be {size:g}"))
+        rule("width_mult", abs(size - round(size)) <= 1e-9 * size, f"{name} would be {size:g}")
     if not sizes:
         return errors
     tp, sp = sizes["tp"], sizes["sp"]
@@ -1232,10 +1167,9 @@ def text_errors(sizes, cfg):
     return errors
 
 
-def derive_text(cfg):
-    """The config with each size that is 0 for its default, and width_mult, resolved.
-
-    Call it after `validate`. Derived again, a config does not change.
+def resolve_model(cfg):
+    """A valid cfg with sizes of 0 and width_mult resolved, and with LoRA all but its factors in
+    `freeze`. Resolved again, a config does not change.
     """
     d_model = round(cfg.d_model * cfg.width_mult)
     d_ff = round(cfg.d_ff * cfg.width_mult)
@@ -1259,9 +1193,10 @@ def derive_text(cfg):
 # named in allow_change.
 FIELDS = tuple(field.name for field in dataclasses.fields(Config))
 RESUMABLE_FIELDS = {
-    *LAUNCH_FIELDS, "out_dir", "ckpt_dir", "export", "export_dtype", "cache_dir", "token_cache",
-    "steps", "epochs", "grad_accum_steps", "width_mult", "attention", "remat", "logit_tiles",
-    "mlp_tiles", "deterministic", "offload_optimizer",
+    *LAUNCH_FIELDS,
+    *"out_dir ckpt_dir export export_dtype cache_dir token_cache steps epochs".split(),
+    *"grad_accum_steps width_mult attention remat logit_tiles mlp_tiles deterministic".split(),
+    "offload_optimizer",
     *FIELDS[FIELDS.index("dp"):],
 } - {"reload_every"}
 
@@ -1270,8 +1205,8 @@ SHAPE_FIELDS = ("d_model", "n_layers", "n_kv_heads", "head_dim", "d_ff", "vocab_
 
 
 def differences(old, new):
-    """Texts "NAME was X, is Y" of the values of two dicts that differ. A name that is missing in
-    `old` is skipped. A list, as JSON has it, equals a tuple.
+    """Texts "NAME was X, is Y" of the values of two dicts that differ, where both have them. A
+    list, as JSON has it, equals a tuple.
     """
     def plain(value):
         return list(value) if isinstance(value, tuple) else value
@@ -1298,7 +1233,7 @@ def check_resumable(old, new, old_mesh=(), mesh=()):
     old: the run's config as a dict; a field that it lacks had its default. new: a config.
     old_mesh, mesh: {axis: size} of the run and of this process.
     """
-    before = _merge(json.loads(to_json(type(new)())), old, dict(mesh), dict(old_mesh))
+    before = json.loads(to_json(type(new)())) | old | dict(mesh) | dict(old_mesh)
     after = json.loads(to_json(new)) | dict(mesh)
     may_change = {*RESUMABLE_FIELDS, *new.allow_change}
     if new.n_experts and new.capacity_factor and "sp" not in new.allow_change:
@@ -1317,8 +1252,7 @@ def architecture_mismatch(saved, current):
 
     saved, current: dicts of fields. Fields in allow_change may differ.
     """
-    fields = list(current)
-    names = fields[fields.index("n_heads"):fields.index("experts_per_token") + 1]
+    names = [*FIELDS[FIELDS.index("n_heads"):FIELDS.index("capacity_factor")]]
     if saved.get("lora_rank"):
         names.append("lora_alpha")
     return refused_changes(
