@@ -208,7 +208,8 @@ def use(features, folder, monkeypatch, cache_dir):
 def test_few_places_name_a_feature_and_nothing_needs_it(tmp_path):
     """Without a feature, a few places outside of its rooms are gone, and no name is undefined.
 
-    Break: train.py: for name in cfg.track)] => for name in [*cfg.track])]
+    Break: model.py: y += _lora_product(x, w, name, cfg) =>
+    extra = _lora_product(x, w, name, cfg); y += extra
     """
     many = {}
     for i, feature in enumerate(FEATURES):
@@ -228,7 +229,8 @@ def test_runs_resume_evaluate_and_export_without_features(tmp_path, cache_dir, m
     """In eight copies that each lack half of the features all modes run, presets load, and losses
     and digests are bit-identical.
 
-    Break: train.py: OBSERVERS = (jsonl, trace_profile, console, => OBSERVERS = (jsonl,
+    Break: config.py: unused("epochs", cfg.epochs, "steps") =>
+    unused("epochs", getattr(cfg, f"lora_{'rank'}") * cfg.epochs, "steps")
     """
     expected = use([], tmp_path / "all", monkeypatch, cache_dir)
     failed = {}
