@@ -1,192 +1,244 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optional features are rooms: each can be deleted, with the few lines that use it, and the rest
-trains as before.
+"""Optional features are rooms: each can be deleted, with its fields and the places that name them,
+and the rest trains, resumes, evaluates and exports as before.
 """
 import ast
+import functools
+import importlib
 import json
+import re
 import subprocess
 import sys
+import traceback
+from itertools import combinations
 
 import pytest
 
 import test_names
-from conftest import ROOT
+from conftest import ROOT, on_devices_of_the_mesh
 
 pytestmark = pytest.mark.house  # a fork may leave out all of these
 
-MOST_LINES = 10  # lines outside its rooms that a deletion may change
-# The default job, cut short: four steps of a small model of two layers.
-JOB = ("--steps 4 --n_layers 2 --d_model 64 --n_heads 4 --seq_len 64 --batch_size 8 --eval_every 2 "
-       "--eval_batches 1 --save_every 2 --log_every 1 --sample_tokens 0")
+MOST_PLACES = 10  # in spines and supporting parts, but for config.py, that name a feature
+JOB = ("--n_layers 1 --d_model 16 --n_heads 2 --seq_len 16 --batch_size 2 --eval_every 1 --dtype "
+       "float32 --eval_batches 1 --save_every 1 --log_every 1 --sample_tokens 0 --optimizer sgd")
+MODES = ("--steps 1", "--steps 2", "--mode eval", "--mode export --export OUT/hf")  # launch, resume
 
-# Banners of the rooms of each feature, in any of the six files.
-FEATURES = [
-    "trackers", "plot", "profiler", "hooks from files", "dynamic sources of parameters",
-    "best checkpoint", "branches of a run", "validation data that comes later", "LoRA", "experts",
-    "loss in tiles", "MLP in tiles", "rotary scaling", "dropout", "label smoothing",
-    "rematerialization", "attention by cuDNN, attention by Pallas", "attention by blocks",
-    "document mask", "loss scaling for float16", "optimizer in host memory", "weight statistics",
-    "evaluation batches of another size", "mixtures", "examples", "values per example",
-    "names on the Hub", "data in buckets", "locks of buckets", "logs of all processes",
-    "parameters in bfloat16", "layers that differ"]
+# {banners of the rooms of a feature, in any of the six files: the fields and other names that are
+# deleted too}
+FEATURES = {
+    "LoRA": "lora_rank lora_alpha lora_targets",
+    "experts": "n_experts experts_per_token capacity_factor router_balance router_z mixtral-8x7b "
+               "qwen3-30b-a3b mixtral qwen3_moe",
+    "rotary scaling": "rope_factor rope_scaling rope_original_len rope_attn_factor rope_query_beta "
+                      "needs_len stretched_len",
+    "branches of a run": "branch_from _branch_values parse_branch",
+    "dynamic sources of parameters": "reload_every reload", "profiler": "profile profile_span",
+    "trackers": "track", "best checkpoint": "keep_best", "loss in tiles": "logit_tiles",
+    "MLP in tiles": "mlp_tiles", "dropout": "dropout", "label smoothing": "label_smoothing",
+    "rematerialization": "remat", "optimizer in host memory": "offload_optimizer",
+    "weight statistics": "watch", "evaluation batches of another size": "eval_batch_size",
+    "values per example": "examples_file", "logs of all processes": "log_all_processes",
+} | dict.fromkeys([
+    "plot", "hooks from files", "validation data that comes later", "attention by blocks",
+    "attention by cuDNN, attention by Pallas", "document mask", "loss scaling for float16",
+    "mixtures", "examples", "names on the Hub", "data in buckets", "locks of buckets",
+    "parameters in bfloat16", "layers that differ"], "")
+# A section: its banner, and all up to the next one.
+ROOM = re.compile(r"^# ---- (.*)\n(?s:.*?)(?=^# ---- |^if __name__|\Z)", re.M)
+MODULES = {"step.py": "steplib"}  # names in train.py that differ
+# Copy k of the project lacks the features that have k here. No two have the same four copies, so
+# that of any two features some copy lacks only the first.
+COPIES = dict(zip(FEATURES, combinations(range(8), 4)))
 
-# {feature: [(file, text, what stands there instead)]}, where a statement that uses a room does more
-# than that. All others become `pass`.
+# {(feature, file): (text, what stands there instead, ...)}, where deletion is not enough.
 EDITS = {
-    "trackers": [
-        ("train.py", '        "track": TRACKERS,\n', ""),
-        ("train.py", "[*OBSERVERS, *(TRACKERS[name] for name in cfg.track)]", "OBSERVERS"),
-    ],
-    "plot": [("train.py", "console, plot)", "console)")],
-    "profiler": [
-        ("train.py", "(jsonl, trace_profile, console", "(jsonl, console"),
-        ("train.py", "[trace_profile, log_of_process]", "[log_of_process]"),
-    ],
-    "logs of all processes": [
-        ("train.py", "makers = [trace_profile, log_of_process] if cfg.log_all_processes else []",
-         "makers = []"),
-    ],
-    "validation data that comes later": [
-        ("train.py", "= val_data_at(run, step, progress)", '= run["val_data"]'),
-    ],
-    "LoRA": [
-        ("train.py", '    "init_names": model.names_to_load,\n',
-         '    "init_names": lambda table, saved, cfg: set(table),\n'),
-        ("train.py", "model.merge_lora(params, cfg)", "params"),
-        ("train.py", "fields, _ = read_adapter(path)", "fields = {}"),
-        ("train.py", "open_adapter(path, cfg) or open_hf(path, cfg)", "open_hf(path, cfg)"),
-    ],
-    "loss scaling for float16": [
-        ("step.py", 'fp16_train_step if cfg.dtype == "float16" else train_step', "train_step"),
-    ],
-    "evaluation batches of another size": [
-        ("train.py", 'config.evaluation_config(setup["cfg"])', 'setup["cfg"]'),
-    ],
-    "examples": [
-        ("data.py", '        "preview": lambda: show_examples(dataset, tokenizer),  '
-         "# optional: examples\n", ""),
-    ],
-    "values per example": [
-        ("data.py", '        "examples": partial(examples_in, dataset),  '
-         "# optional: values per example\n", ""),
-        ("model.py", 'return (sums, counts, {"nats": nats_BT}) if examples else (sums, counts)',
-         "return sums, counts"),
-    ],
-    "names on the Hub": [
-        ("train.py", 'Path(data.hub_path(path), "tokenizer.json")', 'Path(path, "tokenizer.json")'),
-        ("train.py", 'Path(data.hub_path(path), "config.json")', 'Path(path, "config.json")'),
-        ("train.py", "data.hub_path(path, weights=True)", "path"),
-        ("train.py", "folder = data.hub_path(path)", "folder = path"),
-    ],
-    "locks of buckets": [
-        ("ckpt.py", "locks.enter_context(lock_bucket(root, out_dir))", "int"),
-    ],
+    ("LoRA", "train.py"): (
+        "model.names_to_load", "lambda table, saved, cfg: set(table)",
+        "model.merge_lora(params, cfg)", "params", "fields, _ = read_adapter(path)", "fields = {}"),
+    ("experts", "config.py"): ('"experts_per_token") + 1]', '"layer_types") + 1]'),
+    ("rotary scaling", "model.py"): ("75.0455", "96.3867"),  # of HF_PROBES
+    ("branches of a run", "config.py"): (
+        "= _branch_values(kind(**typed))", "= {}", "default, _branch_values(cfg)", "default"),
+    ("validation data that comes later", "train.py"): (
+        "= val_data_at(run, step, progress)", '= run["val_data"]'),
+    ("MLP in tiles", "model.py"): (" / max(cfg.mlp_tiles, 1)", ""),
+    ("rematerialization", "model.py"): ("}[cfg.remat]", '}["none"]'),
+    ("evaluation batches of another size", "train.py"): (
+        'config.evaluation_config(setup["cfg"])', 'setup["cfg"]'),
+    ("values per example", "model.py"): (
+        'return (sums, counts, {"nats": nats_BT}) if examples else', "return"),
+    ("names on the Hub", "train.py"): (
+        'data.hub_path(path), "tokenizer.json"', 'path, "tokenizer.json"',
+        'data.hub_path(path), "config.json"', 'path, "config.json"',
+        "data.hub_path(path, weights=True)", "path",
+        "folder = data.hub_path(path)", "folder = path"),
+    ("locks of buckets", "ckpt.py"): ("locks.enter_context(lock_bucket(root, out_dir))", "int"),
 }
 
 
-def used_names(node):
-    """The names in a piece of code, as "mix" and "data.mix"."""
-    found = set()
-    for each in ast.walk(node):
-        if isinstance(each, ast.Name):
-            found.add(each.id)
-        elif isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
-            found.add(f"{each.value.id}.{each.attr}")
+def names_in(node, parent):
+    """The names in one node of a syntax tree: "name", "module.name", ".field" or a quoted text."""
+    match node:
+        case ast.Name(name):
+            return {f".{name}"} if isinstance(parent, ast.AnnAssign) else {name}
+        case ast.Attribute(value, name):
+            return {f".{name}", f"{getattr(value, 'id', '')}.{name}"}
+        case ast.Constant(str(text)):
+            return {repr(text)}
+        case ast.keyword(str(name)):
+            return {f".{name}"}
+    return set()
+
+
+def place_of(node, parent, span):
+    """(start, end, what stands there instead), if parent can lack this node, else None."""
+    is_test = isinstance(parent, ast.If | ast.While | ast.IfExp) and node is parent.test
+    match parent:
+        case _ if not hasattr(node, "lineno"):
+            return None
+        case ast.BoolOp() if not isinstance(node, ast.BoolOp):
+            return *span(node), str(isinstance(node, ast.UnaryOp))
+        case _ if is_test:
+            return *span(node), str(isinstance(node, ast.UnaryOp))
+        case ast.IfExp(_, body, other) if node is body:
+            return span(body)[0], span(other)[0], ""
+        case ast.Set([_]):
+            return *span(parent), "set()"
+        case ast.Dict(keys, values) if node in values:
+            key = keys[values.index(node)]
+            return span(key or node)[0] - 2 * (key is None), span(node)[1], ""
+        case ast.Dict(keys, values):
+            return span(node)[0], span(values[keys.index(node)])[1], ""
+        case ast.Set() | ast.Tuple(ctx=ast.Load()) | ast.List(ctx=ast.Load()):
+            return *span(node), ""
+    if isinstance(node, ast.stmt) and "body" not in node._fields:
+        return *span(node), "pass"
+    return (*span(node), "") if isinstance(node, ast.keyword) else None
+
+
+@functools.cache
+def places(file):
+    """{name: the smallest places of a file that can be deleted with it}."""
+    text = (ROOT / file).read_bytes()
+    starts = [0, 0]  # of each line, from line 1
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found = {}
+
+    def span(node):
+        return starts[node.lineno] + node.col_offset, starts[node.end_lineno] + node.end_col_offset
+
+    def walk(node, parent, place):
+        place = place_of(node, parent, span) or place
+        for name in names_in(node, parent):
+            found.setdefault(name, []).append(place)
+        if isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, []).append((*span(node), "pass"))
+            place = None
+        for child in ast.iter_child_nodes(node):
+            walk(child, node, place)
+
+    walk(ast.parse(text), None, None)
     return found
 
 
-def without_rooms(file, banners):
-    """(the text of a file without these rooms, the names that they define)."""
-    text = (ROOT / file).read_text()
-    rooms = test_names.rooms_of(file)
-    kept = []
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        if line.startswith("if __name__"):
-            banners = []
-        if test_names.room_at(rooms, number) not in banners:
-            kept.append(line)
-    names = test_names.definitions(ast.parse(text)).keys()
-    text = "".join(kept)
-    return text, names - test_names.definitions(ast.parse(text)).keys()
-
-
-def without_uses(text, names):
-    """(the text with `pass` for each statement that uses one of the names, the number of lines)."""
-    lines = text.splitlines(keepends=True)
-    n_lines = 0
-    for node in ast.walk(ast.parse(text)):
-        is_simple = isinstance(node, ast.stmt) and not hasattr(node, "body")
-        if is_simple and names & used_names(node):
-            first, last = node.lineno - 1, node.end_lineno - 1
-            lines[first] = " " * node.col_offset + "pass\n"
-            lines[first + 1:last + 1] = [""] * (last - first)
-            n_lines += last - first + 1
-    return "".join(lines), n_lines
-
-
 def delete(features, folder):
-    """Write the project without these features; return how many other lines changed."""
-    texts, removed = {}, {}
+    """Write the project without these features; return how many places outside of rooms name them.
+    """
     banners = {banner for feature in features for banner in feature.split(", ")}
-    there = {banner for file in test_names.FILES for _, banner in test_names.rooms_of(file)}
-    assert banners <= there, f"edit FEATURES: no section {banners - there}"
-    for file in test_names.FILES:
-        texts[file], removed[file] = without_rooms(file, banners)
-    n_lines = 0
-    for feature in features:
-        for file, old, new in EDITS.get(feature, ()):
-            assert (ROOT / file).read_text().count(old) == 1, (
-                f"edit EDITS in tests/test_rooms.py: {file} must have this once: {old}")
-            texts[file] = texts[file].replace(old, new)
-            n_lines += old.count("\n") + 1
-    for file, text in texts.items():
-        names = set(removed[file])
-        if file == "train.py":
-            for other, others in removed.items():
-                module = other.removesuffix(".py").replace("step", "steplib")
-                names |= {f"{module}.{name}" for name in others}
-        text, n_changed = without_uses(text, names)
-        n_lines += n_changed
-        (folder / file).write_text(text)
-    return n_lines
+    words = [word for feature in features for word in FEATURES[feature].split()]
+    names = {form for word in words for form in (word, f".{word}", repr(word))}
+    found, n_places = set(), 0
+    folder.mkdir()
+    for file in test_names.FILES:  # train.py is the last
+        text = (ROOT / file).read_text()
+        optional = text.index("\n# ---- optional\n")
+        changes = []  # (start, end, new text)
+        defined = set()
+        for room in re.finditer(ROOM, text):
+            if room[1] in banners and room.start() > optional:
+                found.add(room[1])
+                changes.append((*room.span(), ""))
+                defined |= test_names.definitions(ast.parse(room[0])).keys()
+        for feature in features:
+            edits = EDITS.get((feature, file), ())
+            for old, new in zip(edits[::2], edits[1::2]):
+                assert text.count(old) == 1, f"edit EDITS: {file} must have this once: {old}"
+                changes.append((text.index(old), text.index(old) + len(old), new))
+        named = {place for name in names | defined for place in places(file).get(name, ()) if place}
+        changes += [place for place in named if all(
+            end <= place[0] or place[1] <= start for start, end, _ in changes)]
+        names |= {f"{MODULES.get(file, file[:-3])}.{name}" for name in defined}
+        parts, last = [], 0
+        for start, end, new in sorted(changes, key=lambda change: (change[0], -change[1])):
+            if start >= last:  # else within a larger place
+                parts += [text[last:start], new]
+                last = end if new else end + len(re.match(r"\s*,|", text[end:])[0])
+                n_places += start < optional and file != "config.py"
+        (folder / file).write_text("".join([*parts, text[last:]]))
+    assert found == banners, f"edit FEATURES: no section {banners - found}"
+    return n_places
 
 
-def losses(folder, out_dir, cache_dir):
-    """Run the job with the files of a folder; the losses and digests of all its rows."""
-    command = [sys.executable, "train.py", *JOB.split(), "--out_dir", out_dir, "--cache_dir",
-               cache_dir]
-    run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    rows = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+def use(features, folder, monkeypatch, cache_dir):
+    """Run JOB in all MODES in the project without these features: the losses and digests of all
+    rows, or the traceback of what failed.
+    """
+    delete(features, folder)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(folder)
+        for file in test_names.FILES:
+            patch.delitem(sys.modules, file[:-3])
+        train = importlib.import_module("train")
+        train.setup_run = on_devices_of_the_mesh(train.setup_run)
+        try:
+            for mode in MODES:
+                argv = f"{JOB} {mode} --out_dir OUT --cache_dir {cache_dir}"
+                train.main(train.config.parse(argv.replace("OUT", f"{folder}/out").split()))
+            for preset in train.config.PRESETS:
+                train.config.load(preset)
+        except Exception:
+            return traceback.format_exc()
+    rows = [json.loads(line) for line in (folder / "out/metrics.jsonl").open()]
     kept = ("event", "step", "loss", "grad_norm", "val_loss", "digest")
     return [{name: row[name] for name in kept if name in row} for row in rows]
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_without_a_room_no_name_is_undefined(feature, tmp_path):
-    """A few lines outside the rooms of a feature change, and then nothing uses them.
+def test_few_places_name_a_feature_and_nothing_needs_it(tmp_path):
+    """Without a feature, a few places outside of its rooms are gone, and no name is undefined.
 
-    Break: train.py: for name in cfg.track)] => for name in [*cfg.track])]
+    Break: model.py: y += _lora_product(x, w, name, cfg) =>
+    extra = _lora_product(x, w, name, cfg); y += extra
     """
-    n_lines = delete([feature], tmp_path)
+    many = {}
+    for i, feature in enumerate(FEATURES):
+        n_places = delete([feature], tmp_path / f"{i}-{feature}")
+        if n_places > MOST_PLACES:
+            many[feature] = n_places
     lint = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--no-cache",
          str(tmp_path)], capture_output=True, text=True)
-    assert n_lines <= MOST_LINES and lint.returncode == 0, (
-        f"{n_lines} lines change; edit EDITS in tests/test_rooms.py, or move what uses {feature!r} "
-        f"into its room:\n{lint.stdout}")
+    assert not many and lint.returncode == 0, (
+        f"many places: {many}; edit FEATURES or EDITS in tests/test_rooms.py, or move what uses a "
+        f"feature into its room:\n{lint.stdout}")
 
 
 @pytest.mark.slow
-def test_the_default_job_trains_without_rooms(tmp_path, cache_dir):
-    """Without all of these features, losses and digests are bit-identical.
+def test_runs_resume_evaluate_and_export_without_features(tmp_path, cache_dir, monkeypatch):
+    """In eight copies that each lack half of the features all modes run, presets load, and losses
+    and digests are bit-identical.
 
-    Break: train.py: OBSERVERS = (jsonl, trace_profile, console, => OBSERVERS = (jsonl,
+    Break: config.py: unused("epochs", cfg.epochs, "steps") =>
+    unused("epochs", getattr(cfg, f"lora_{'rank'}") * cfg.epochs, "steps")
     """
-    found = []
-    for name, features in (("all", []), ("none", [*FEATURES])):
-        folder = tmp_path / name
-        folder.mkdir()
-        delete(features, folder)
-        found.append(losses(folder, folder / "out", cache_dir))
-    assert found[0] == found[1]
+    expected = use([], tmp_path / "all", monkeypatch, cache_dir)
+    failed = {}
+    for copy in range(8):
+        features = [feature for feature, copies in COPIES.items() if copy in copies]
+        found = use(features, tmp_path / f"without-{copy}", monkeypatch, cache_dir)
+        if found != expected:
+            failed[copy] = found
+    suspects = [feature for feature, copies in COPIES.items() if failed.keys() >= {*copies}]
+    assert isinstance(expected, list) and not failed, (
+        f"suspects: {suspects}\n" + "\n".join(map(str, [expected, *failed.values()])))
