@@ -598,27 +598,30 @@ def latest(root):
     return max(steps(root), default=None)
 
 
-def newest_meta(root):
-    """(step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) without a
-    checkpoint. Process 0 reads it for all.
+def newest_meta(root, needed_for=""):
+    """The meta of the newest checkpoint whose meta.json is intact; {} without a checkpoint. Process
+    0 reads it for all. The arrays are not read: if they are corrupted, `restore_newest` later
+    returns an older checkpoint.
 
-    A launch calls this first, through `find_start`, to choose the checkpoint to resume from. The
-    arrays are not read: if they are corrupted, `restore_newest` later returns an older checkpoint.
-
-    Raises ValueError when checkpoints exist but no meta.json can be read.
+    needed_for: the purpose that needs a checkpoint; "" if the run can do without. Raises ValueError
+    when a needed checkpoint is missing, or when no meta.json can be read.
     """
     def find():
         error = None
         for step in reversed(steps(root)):  # of the complete checkpoints, ascending
             try:
-                return step, read_meta(root, step)
+                return read_meta(root, step)
             except ValueError as e:
                 error = e
         if error:
             raise ValueError(f"{root}: no checkpoint can be read: {error}")
-        return None, {}
+        return {}
 
-    return broadcast_from_main(find)
+    meta = broadcast_from_main(find)
+    if needed_for and not meta:
+        raise ValueError(f"{needed_for}: {root} holds no checkpoint; name the --out_dir of a run "
+                         "that has saved one")
+    return meta
 
 
 # Names that a save writes in a step's folder, perhaps with the end of a lock of TensorStore.
@@ -905,19 +908,6 @@ def roots(root):
     return {"save": root, "weights": join_path(root, "weights"), "best": join_path(root, "best")}
 
 
-def newest_run_meta(root, needed_for=""):
-    """(step, meta) of the newest checkpoint of a run, see `newest_meta`.
-
-    needed_for: the purpose that needs a checkpoint; "" if the run can do without. Raises ValueError
-    when a needed checkpoint is missing.
-    """
-    saved, meta = newest_meta(root)
-    if needed_for and not meta:
-        raise ValueError(f"{needed_for}: {root} holds no checkpoint; name the --out_dir of a run "
-                         "that has saved one")
-    return saved, meta
-
-
 def check_is_of_run(root, meta, entries=("config", "data", "hooks", "progress")):
     """Raise ValueError when the meta of a checkpoint lacks entries that a run saves."""
     missing = [name for name in entries if name not in meta]
@@ -928,7 +918,7 @@ def check_is_of_run(root, meta, entries=("config", "data", "hooks", "progress"))
 
 
 def find_start(out_dir, root, resume, given=False):
-    """(step, meta) of the checkpoint from which a run resumes; (None, {}) for none.
+    """The meta of the checkpoint from which a run resumes; {} for none.
 
     resume: "overwrite", "must", "never" or another text. given: whether the caller has a state or
     parameters. Raises ValueError when a required checkpoint is missing, or when a checkpoint must
@@ -937,7 +927,7 @@ def find_start(out_dir, root, resume, given=False):
     # A folder outside out_dir may have the checkpoints of another run. A run resumes although its
     # out_dir has moved, or differs from launch to launch: then the old out_dir has no run.
     if root != ckpt_root(out_dir, ""):
-        owner = newest_meta(root)[1].get("config", {}).get("out_dir", out_dir)
+        owner = newest_meta(root).get("config", {}).get("out_dir", out_dir)
         is_own = os.path.realpath(owner) == os.path.realpath(out_dir)
         recorded_root = broadcast_from_main(lambda: root_of(owner))
         is_in_use = os.path.realpath(recorded_root) == os.path.realpath(root)
@@ -945,23 +935,23 @@ def find_start(out_dir, root, resume, given=False):
             raise ValueError(f"ckpt_dir {root}: has the checkpoints of the run {owner}, not of "
                              f"{out_dir}; choose another --ckpt_dir")
     if resume == "overwrite":
-        return None, {}
+        return {}
 
     # The run in out_dir may have its checkpoints in another folder.
     recorded_root = broadcast_from_main(lambda: root_of(out_dir))
     is_elsewhere = os.path.realpath(recorded_root) != os.path.realpath(root)
-    if is_elsewhere and newest_meta(recorded_root)[1]:
+    if is_elsewhere and newest_meta(recorded_root):
         raise ValueError(f"out_dir {out_dir!r}: the checkpoints of its run are in {recorded_root}; "
                          "set --ckpt_dir to that, or choose another --out_dir")
 
     needed_for = "resume must" if resume == "must" else ""
-    saved, meta = newest_run_meta(root, needed_for)
+    meta = newest_meta(root, needed_for)
     check_is_of_run(root, meta)
     if meta and (given or resume == "never"):
-        raise ValueError(f"resume {resume}: {out_dir} holds a run at step {saved}, which this "
-                         "launch would not resume; choose another --out_dir, or delete the run "
-                         "with --resume overwrite")
-    return saved, meta
+        raise ValueError(f"resume {resume}: {out_dir} holds a run at step {meta['step']}, which "
+                         "this launch would not resume; choose another --out_dir, or delete the "
+                         "run with --resume overwrite")
+    return meta
 
 
 def steps_by_kind(root):
@@ -970,7 +960,7 @@ def steps_by_kind(root):
 
 
 def find_checkpoint(root, which, field="checkpoint"):
-    """(root, step, meta) of one checkpoint of a run: "best" or a step, as text. Checkpoints of the
+    """(root, meta) of one checkpoint of a run: "best" or a step, as text. Checkpoints of the
     parameters alone count too.
 
     field: the field that names it, for the error. Raises ValueError when it is missing, and lists
@@ -980,7 +970,7 @@ def find_checkpoint(root, which, field="checkpoint"):
     for kind, found_root in roots(root).items():
         for step in saved[kind]:
             if which == str(step) or which == kind == "best":
-                return found_root, step, broadcast_from_main(partial(read_meta, found_root, step))
+                return found_root, broadcast_from_main(partial(read_meta, found_root, step))
     found = [f"{kind} {', '.join(map(str, steps))}" for kind, steps in saved.items() if steps]
     raise ValueError(f"{field} {which}: {root} has no such checkpoint; it has: "
                      f"{'; '.join(found) or 'none'}")
@@ -1268,9 +1258,9 @@ def _open_checkpoint(source, find_mismatches):
     if not any(broadcast_from_main(partial(steps_by_kind, root)).values()):
         root = path
     if which:
-        root, _, meta = find_checkpoint(root, which, f"init_from {path}, checkpoint")
+        root, meta = find_checkpoint(root, which, f"init_from {path}, checkpoint")
     else:
-        _, meta = newest_meta(root)
+        meta = newest_meta(root)
     if not meta:
         raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
                          "--out_dir, a folder of checkpoints, one of Hugging Face weights, or "

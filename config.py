@@ -1017,25 +1017,32 @@ def _rule_errors(cfg):
 
 
 # Fields without effect unless another field is set, or has one of the values after its name.
-NEEDS = """
-checkpoint: mode eval sample export
-samples_file: mode sample
-examples_file: mode eval
-price: mode plan
-experts_per_token capacity_factor router_balance router_z: n_experts
-log_all_processes: coordinator
-lora_alpha lora_targets: lora_rank
-export_every export_dtype: export
-truncation padding_side: packing best_fit none
-document_mask: packing stream
-eod_id: document_mask
-watch: log_every
-top_k top_p: temperature
-rope_attn_factor: rope_scaling yarn
-loss_divisor: loss_norm constant
-decay_frac: schedule wsd
-poly_power: schedule polynomial
-"""
+NEEDS = {
+    "checkpoint": ("mode", "eval", "sample", "export"),
+    "samples_file": ("mode", "sample"),
+    "examples_file": ("mode", "eval"),
+    "price": ("mode", "plan"),
+    "experts_per_token": ("n_experts",),
+    "capacity_factor": ("n_experts",),
+    "router_balance": ("n_experts",),
+    "router_z": ("n_experts",),
+    "log_all_processes": ("coordinator",),
+    "lora_alpha": ("lora_rank",),
+    "lora_targets": ("lora_rank",),
+    "export_every": ("export",),
+    "export_dtype": ("export",),
+    "truncation": ("packing", "best_fit", "none"),
+    "padding_side": ("packing", "best_fit", "none"),
+    "document_mask": ("packing", "stream"),
+    "eod_id": ("document_mask",),
+    "watch": ("log_every",),
+    "top_k": ("temperature",),
+    "top_p": ("temperature",),
+    "rope_attn_factor": ("rope_scaling", "yarn"),
+    "loss_divisor": ("loss_norm", "constant"),
+    "decay_frac": ("schedule", "wsd"),
+    "poly_power": ("schedule", "polynomial"),
+}
 
 
 def _unused_errors(cfg):
@@ -1049,11 +1056,9 @@ def _unused_errors(cfg):
                 text = f"has no effect with {field} {getattr(cfg, field)!r}"
                 errors.append(field_error(cfg, name, text))
 
-    for row in NEEDS.strip().splitlines():
-        names, needed = row.split(": ")
-        field, *values = needed.split()
+    for name, (field, *values) in NEEDS.items():
         value = getattr(cfg, field)
-        unused(field, value not in values if values else not value, *names.split())
+        unused(field, value not in values if values else not value, name)
     unused("coordinator", cfg.coordinator in ("", "auto"), "n_processes", "process_id")
     unused("epochs", cfg.epochs, "steps")
     unused("init_from", "dynamic=yes" not in str(cfg.init_from), "reload_every")

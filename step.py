@@ -37,14 +37,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0):
     """Take one step with the learning rate lr (see lr_at): (state, metrics).
 
-    Metrics are float32: the means of the loss's sums; "lr"; "grad_norm" before clipping;
-    "n_labels", the count of the loss; "finite"; "skipped", the number of steps so far that were not
-    finite; "counts", {name: count} of each mean; and "watch", the result of weight_stats.
+    Metrics are float32: "sums", {name: (sum, count)} of the loss; "lr"; "grad_norm" before
+    clipping; "finite"; "skipped", the number of steps so far that were not finite; and "watch", the
+    result of weight_stats.
 
     A loss or gradient that is not finite leaves parameters and moments as they were. The step still
-    counts, since its batch is spent.
-
-    loss_scale: factor of the summed objective during backpropagation, for fp16_train_step.
+    counts, since its batch is spent. loss_scale: of fp16_train_step.
     """
     old_params = _trained(state["params"], table)
     old_opt = state["opt"]
@@ -59,14 +57,14 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
         sums, counts, grads = _sum_gradients(
             state["params"], batch, options, cfg, loss_fn, loss_scale, table)
 
-    # Divide each sum by its count, once, after all microbatches.
-    divisors = {name: jnp.where(n == 0, 1, n) for name, n in counts.items()}
-    metrics = {name: sums[name] / divisors[name] for name in sums}
-    grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
+    # The gradient of the mean objective: divide once, after all microbatches.
+    n = counts["objective"]
+    divisor = jnp.where(n == 0, 1, n)
+    grads = jax.tree.map(lambda g: g / (loss_scale * divisor), grads)
     grad_norm = optax.tree.norm(grads)
+    metrics = {"sums": _pairs(sums, counts), "lr": lr, "grad_norm": grad_norm}
 
-    # Optional: weight statistics of --watch. The row of step k + 1 has the weights of step k and
-    # the gradient of batch k.
+    # Optional: weight statistics of --watch: the weights of step k, the gradient of batch k.
     if cfg.watch and cfg.log_every:
         metrics["watch"] = weight_stats(state["step"] + 1, state["params"], grads, cfg)
 
@@ -86,7 +84,7 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
             new_params = round_stochastically(new_params, state["step"], cfg.seed)
 
     # Keep the old parameters and moments if the loss or the gradient is not finite.
-    finite = jnp.isfinite(metrics["objective"]) & jnp.isfinite(grad_norm)
+    finite = jnp.isfinite(sums["objective"]) & jnp.isfinite(grad_norm)
     new_if_finite = partial(jnp.where, finite)
     new_params = jax.tree.map(new_if_finite, new_params, old_params)
     new_opt = jax.tree.map(new_if_finite, new_opt, old_opt)
@@ -95,16 +93,8 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
     # fp16_train_step adds "scale".
     new_state = {"step": state["step"] + 1, "params": state["params"] | new_params,
                  "opt": new_opt, "skipped": n_skipped}
-    own_metrics = {
-        "lr": lr,
-        "grad_norm": grad_norm,
-        "finite": finite,
-        "skipped": n_skipped,
-        "counts": counts,
-        "n_labels": counts.get("loss", counts["objective"]),  # a custom loss may lack "loss"
-    }
-    _check_names(sums, own_metrics)
-    return new_state, jax.tree.map(jnp.float32, metrics | own_metrics)
+    metrics |= {"finite": finite, "skipped": n_skipped}
+    return new_state, jax.tree.map(jnp.float32, metrics)
 
 
 # ---- gradients
@@ -164,9 +154,7 @@ def lr_at(step, cfg):
     end at min_lr_frac of the peak at cfg.steps; "constant" stays at the peak, and "inverse_sqrt"
     falls slowly.
     """
-    peak = cfg.lr
-    if peak == -1:  # the default of the optimizer
-        peak = DEFAULT_LR[cfg.optimizer]
+    peak = DEFAULT_LR[cfg.optimizer] if cfg.lr == -1 else cfg.lr
     n_warmup = warmup_steps(cfg)
     if step < n_warmup:
         return peak * (step + 1) / n_warmup
@@ -191,14 +179,11 @@ def make_optimizer(cfg, table):
         chosen = row.get("optimizer", cfg.optimizer)
         is_matrix = row["init"][0] == "normal"
         decays[name] = cfg.weight_decay * row.get("decay_mult", float(is_matrix))
-        # A multiple of lr_at: 1, or without --lr the ratio of the default rates of the two
-        # optimizers.
         rates[name] = row.get("lr_mult", 1.0)
-        if cfg.lr == -1:
+        if cfg.lr == -1:  # each optimizer has its own default rate
             rates[name] *= DEFAULT_LR[chosen] / DEFAULT_LR[cfg.optimizer]
 
-        # Muon is for stacks of matrices, one per layer. AdamW updates the other parameters, with
-        # Muon's rate.
+        # Muon is for stacks of matrices, one per layer; AdamW, with Muon's rate, for the rest.
         is_stack = is_matrix and len(row["shape"]) > 2
         kinds[name] = "adamw" if chosen == "muon" and not is_stack else chosen
 
@@ -225,38 +210,16 @@ def make_optimizer(cfg, table):
 # ---- evaluation
 
 def eval_step(params, batch, cfg, loss_fn):
-    """{name: (sum, count)} of one batch; of a loss that returns values per example, a dict after
-    sums and counts, (that, the dict).
-
-    The batch is split into cfg.grad_accum_steps microbatches: with the cfg and the batch of
-    train_step, an evaluation needs no more memory than a step.
+    """{name: (sum, count)} of one batch; with values per example, where the loss returns a dict of
+    them after sums and counts, (that, the dict). Microbatches as in train_step.
     """
     def microbatch_sums(microbatch):
         sums, counts, *examples = loss_fn(params, microbatch, cfg)
         return (sums, counts), examples
 
     (sums, counts), examples = _sum_over_microbatches(microbatch_sums, batch, cfg.grad_accum_steps)
-    pairs = {name: (sums[name], counts[name]) for name in sums}
+    pairs = _pairs(sums, counts)
     return (pairs, *examples) if examples else pairs
-
-
-def evaluate(eval_fn, params, batches, stopped=lambda: False):
-    """{name: (sum, count)} in float64 over all batches, or None once stopped() is true.
-
-    eval_fn(params, batch): the compiled eval_step.
-    """
-    results = []
-    for batch in batches:
-        if stopped():
-            return None
-        results.append(eval_fn(params, batch))
-        # Wait for the batch before, while the device works on this one.
-        if len(results) > 1:
-            jax.block_until_ready(results[-2])
-    if not results:
-        return {}
-    results = jax.tree.map(np.float64, jax.device_get(results))
-    return jax.tree.map(lambda *values: sum(values), *results)
 
 
 # ---- mesh
@@ -298,6 +261,8 @@ def init_state(key, cfg, init_fn, optimizer, table, params=None):
     Only trained parameters have moments. params: values that replace those of init_fn.
     """
     values = init_fn(key, cfg) | (params or {})
+    for name, x in values.items():
+        assert x.shape == (*table[name]["shape"],), f"init: {name} is {x.shape}, unlike its row"
     zero = jnp.zeros((), jnp.int32)
     opt = optimizer.init(_f32(_trained(values, table)))
     state = {"step": zero, "params": values, "opt": opt, "skipped": zero}
@@ -328,6 +293,66 @@ def state_shardings(state, table, mesh, moment_memory=None):
         return NamedSharding(mesh, specs[name], memory_kind=memory)
 
     return jax.tree_util.tree_map_with_path(leaf_sharding, state)
+
+
+# ---- compilation
+
+def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value,
+                evaluation=None):
+    """Prepare the programs of a run over a mesh, from shapes: no array is allocated.
+
+    batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is called with the
+    "loss_fn", the "optimizer" (optax) and the "train_step", a function (state, batch, lr) ->
+    (state, metrics), and returns the value to use. evaluation: {"cfg", "batch"} of eval_step, by
+    default those of train_step.
+
+    Returns a dict: "state", shapes with shardings; "lower_train_step" and "lower_eval_step", which
+    trace and lower a program when they are called; the jitted "init", (key, params=) -> state, and
+    "digest", state -> digest_sums; "batch", "eval_batch" and "mesh".
+    """
+    evaluation = evaluation or {"cfg": cfg, "batch": batch}
+
+    # Bind all arguments that are not arrays.
+    loss_fn = override("loss_fn", loss_fn)
+    optimizer = override("optimizer", make_optimizer(cfg, table))
+    step_fn = fp16_train_step if cfg.dtype == "float16" else train_step
+    step_fn = override("train_step", partial(
+        step_fn, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer, table=table))
+    eval_fn = partial(eval_step, cfg=evaluation["cfg"], loss_fn=loss_fn)
+    init = partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer, table=table)
+    digest_fn = digest_sums
+
+    # The state: shapes, and where each device keeps its part of them.
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
+    shardings = state_shardings(shapes, table, mesh)
+    # Optional: moments in host memory are copied to the device for each program that reads them.
+    if cfg.offload_optimizer:
+        step_fn = opt_from_host(step_fn, shardings["opt"])
+        digest_fn = opt_from_host(digest_fn, shardings["opt"])
+        shardings = state_shardings(shapes, table, mesh, "pinned_host")
+    state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
+    replicated = NamedSharding(mesh, P())
+    lr = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+
+    # A step writes the new state into the memory of the old one, which it is given.
+    jit = partial(jax.jit, compiler_options=compiler_options(cfg, mesh.devices.flat[0]))
+    jitted_step = jit(step_fn, donate_argnums=0, out_shardings=(shardings, replicated))
+    jitted_eval = jit(eval_fn, out_shardings=replicated)
+
+    def lower(jitted, *args):
+        with jax.set_mesh(mesh):
+            return jitted.lower(*args)
+
+    return {
+        "state": state,
+        "lower_train_step": partial(lower, jitted_step, state, batch, lr),
+        "lower_eval_step": partial(lower, jitted_eval, state["params"], evaluation["batch"]),
+        "init": jit(init, donate_argnames="params", out_shardings=shardings),
+        "digest": jit(digest_fn, out_shardings=replicated),
+        "batch": batch,
+        "eval_batch": evaluation["batch"],
+        "mesh": mesh,
+    }
 
 
 # ---- supporting
@@ -520,15 +545,33 @@ def _shard_like_moments(grads, table):
 
 # ---- parts of a step
 
-# Names of other values than metrics in the rows of metrics.jsonl.
-ROW_NAMES = {"step", "event", "loss_scale", "watch"}
+# Names of other values in the rows of metrics.jsonl.
+ROW_NAMES = {"event", "step", "lr", "grad_norm", "finite", "skipped", "n_labels", "loss_scale",
+             "watch"}
 
 
-def _check_names(sums, own_metrics):
-    """Raise ValueError when a sum of the loss has the name of another value in a row."""
-    reserved = sorted((own_metrics.keys() | ROW_NAMES) & sums.keys())
+def _pairs(sums, counts):
+    """{name: (sum, count)}. Raises ValueError when a sum has the name of another value in a row."""
+    reserved = sorted(ROW_NAMES & sums.keys())
     if reserved:
         raise ValueError(f"loss: sums named {reserved}: these names are reserved; rename them")
+    return {name: (sums[name], counts[name]) for name in sums}
+
+
+def means(pairs):
+    """{name: mean} of {name: (sum, count)} on the host, and "n_labels", the count of the loss. A
+    sum with count 0 is kept as it is; but if there was no label at all, a scalar becomes NaN.
+    """
+    if not pairs:
+        return {}
+    _, n_labels = pairs.get("loss", pairs.get("objective"))  # a custom loss may lack "loss"
+    found = {"n_labels": float(n_labels)}
+    for name, (total, count) in pairs.items():
+        if count:
+            found[name] = total / count
+        else:
+            found[name] = total if n_labels or np.ndim(total) else np.nan
+    return found
 
 
 def takes(loss_fn, argument):
@@ -545,6 +588,12 @@ def make_train_keys(step, batch, seed):
     step_key = jax.random.fold_in(jax.random.key(seed), step)
     n_rows = jax.tree.leaves(batch)[0].shape[0]
     return jax.vmap(partial(jax.random.fold_in, step_key))(jnp.arange(n_rows))
+
+
+def is_log_point(step, cfg):
+    """Whether the means of this step are logged. A run of fewer steps than log_every logs its last.
+    """
+    return bool(cfg.log_every) and step % min(cfg.log_every, cfg.steps) == 0
 
 
 # ---- shapes and slices
@@ -581,87 +630,38 @@ def _device_grid(devices, sizes, cfg):
     return np.concatenate(grids, axis=AXES.index(axis))
 
 
-# ---- compilation
+# ---- evaluation of several batches
 
-def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value,
-                evaluation=None):
-    """Prepare the programs of a run without allocating an array: only the state is traced here.
+def evaluate(eval_fn, params, batches, stopped=lambda: False):
+    """{name: (sum, count)} in float64 over all batches, or None once stopped() is true.
 
-    batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is called with the
-    "loss_fn", the "optimizer" (optax) and the "train_step", a function (state, batch, lr) ->
-    (state, metrics). It returns the value to use: hooks use it for pruning, another loss or another
-    optimizer. evaluation: {"cfg", "batch"} of eval_step, by default those of train_step.
-
-    Returns a dict:
-    "state": the state as shapes with shardings;
-    "lower_train_step", "lower_eval_step": functions without arguments that trace and lower that
-    program; compile_steps compiles them for the loop;
-    "init", "digest": jitted functions, compiled before their first call: (key, params=) -> state,
-    which donates params, and (state) -> the result of digest_sums, a checksum of the state
-    that is logged to compare runs;
-    "eval_batch": the batch of eval_step, as shapes with shardings;
-    "mesh".
+    eval_fn(params, batch): the compiled eval_step.
     """
-    evaluation = evaluation or {"cfg": cfg, "batch": batch}
+    results = []
+    for batch in batches:
+        if stopped():
+            return None
+        results.append(eval_fn(params, batch))
+        # Wait for the batch before, while the device works on this one.
+        if len(results) > 1:
+            jax.block_until_ready(results[-2])
+    if not results:
+        return {}
+    results = jax.tree.map(np.float64, jax.device_get(results))
+    return jax.tree.map(lambda *values: sum(values), *results)
 
-    # The functions to compile: all arguments that are not arrays are bound.
-    loss_fn = override("loss_fn", loss_fn)
-    optimizer = override("optimizer", make_optimizer(cfg, table))
-    step_fn = fp16_train_step if cfg.dtype == "float16" else train_step
-    step_fn = override("train_step", partial(
-        step_fn, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer, table=table))
-    eval_fn = partial(eval_step, cfg=evaluation["cfg"], loss_fn=loss_fn)
-    init = partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer, table=table)
-    digest_fn = digest_sums
 
-    # The state as shapes with shardings.
-    shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
-    for name, x in shapes["params"].items():
-        assert x.shape == (*table[name]["shape"],), f"init: {name} is {x.shape}, unlike its row"
-    shardings = state_shardings(shapes, table, mesh)
-
-    # Optional: moments in host memory are copied to the device for each program that reads them.
-    if cfg.offload_optimizer:
-        step_fn = opt_from_host(step_fn, shardings["opt"])
-        digest_fn = opt_from_host(digest_fn, shardings["opt"])
-        shardings = state_shardings(shapes, table, mesh, "pinned_host")
-    state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
-    replicated = NamedSharding(mesh, P())
-    lr = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
-
-    jit = partial(jax.jit, compiler_options=compiler_options(cfg, mesh.devices.flat[0]))
-
-    def lower_train_step():
-        jitted = jit(step_fn, donate_argnums=0, out_shardings=(shardings, replicated))
-        with jax.set_mesh(mesh):
-            return jitted.lower(state, batch, lr)
-
-    def lower_eval_step():
-        with jax.set_mesh(mesh):
-            return jit(eval_fn, out_shardings=replicated).lower(
-                state["params"], evaluation["batch"])
-
-    return {
-        "state": state,
-        "lower_train_step": lower_train_step,
-        "lower_eval_step": lower_eval_step,
-        "init": jit(init, donate_argnames="params", out_shardings=shardings),
-        "digest": jit(digest_fn, out_shardings=replicated),
-        "eval_batch": evaluation["batch"],
-        "mesh": mesh,
-    }
-
+# ---- programs of a run
 
 def compile_steps(steps, is_fresh=False):
     """Compile the programs of lower_steps, its result, before any array is allocated. is_fresh:
-    whether init is called next.
+    whether init is called next. Raises MemoryError for a program that does not fit.
 
     Returns a dict: "state", "init", "digest" and all else of lower_steps;
     "train_step": (state, batch, lr) -> (state, metrics), which donates its state;
     "eval_step": (params, batch) -> {name: (sum, count)};
-    "compile_eval": compiles eval_step if necessary, and waits for it; raises MemoryError when it
-    does not fit beside the state;
-    "memory": memory_by_kind of train_step, by which a run that cannot fit ends before it starts.
+    "compile_eval": compiles eval_step if necessary, and waits for it;
+    "memory": program_memory of train_step.
     """
     # XLA releases the GIL: compile init beside train_step. JAX keeps the program for init's call.
     lowered_step = steps["lower_train_step"]()
@@ -669,16 +669,16 @@ def compile_steps(steps, is_fresh=False):
     if is_fresh:
         steps["init"].lower(jax.random.key(0), params={}).compile()
     compiled_step = future.result()
-    memory = memory_by_kind(steps["state"], compiled_step)
+    memory = program_memory(compiled_step, steps["state"], steps["batch"])
+    check_fits(memory, {"a step": memory["total"]}, steps["mesh"])
 
-    # Compile eval_step when it is first needed: in the background it would halve the speed of the
-    # first steps on a CPU.
+    # Compile eval_step when it is first needed: in the background it would slow down the first
+    # steps on a CPU.
     @cache
     def compile_eval():
         compiled = steps["lower_eval_step"]().compile()
-        added = added_bytes(compiled.memory_analysis())
-        total = array_bytes((steps["state"], steps["eval_batch"])) + added
-        check_fits(memory | {"total": total}, steps["mesh"], "evaluation")
+        peak = program_memory(compiled, steps["state"], steps["eval_batch"])["total"]
+        check_fits(memory, {"evaluation": peak}, steps["mesh"])
         return compiled
 
     return steps | {
@@ -768,28 +768,24 @@ def compiler_options(cfg, device):
 
 # ---- memory
 
-def memory_by_kind(state, compiled):
-    """The bytes per device that a compiled train_step needs, by kind.
-
-    "total" must fit in the memory of a device. state: shapes with shardings.
+def program_memory(compiled, held, batch):
+    """{kind: bytes per device} while a compiled program runs; "total" must fit in the memory of a
+    device. held: the state, or a dict of the parts that the device holds; held and batch are shapes
+    with shardings.
     """
     stats = compiled.memory_analysis()
+    temporaries = stats.temp_size_in_bytes
+    added = temporaries + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    moments = held.get("opt", ())
     memory = {
-        "parameters": array_bytes(state["params"]),
-        "moments": array_bytes(state["opt"]),
-        "moments in host memory": array_bytes(state["opt"], on_host=True),
-        "temporaries": stats.temp_size_in_bytes,
+        "parameters": array_bytes(held["params"]),
+        "moments": array_bytes(moments),
+        "moments in host memory": array_bytes(moments, on_host=True),
+        "temporaries": temporaries,
         "temporaries in host memory": stats.host_temp_size_in_bytes,
-        "total": stats.argument_size_in_bytes + added_bytes(stats),
+        "total": array_bytes((held, batch)) + added,
     }
     return {kind: n_bytes for kind, n_bytes in memory.items() if n_bytes}
-
-
-def added_bytes(stats):
-    """The bytes per device that a compiled program adds to its arguments while it runs. stats: its
-    memory_analysis(), which takes 25 ms.
-    """
-    return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
 def array_bytes(tree, on_host=False):
@@ -840,17 +836,17 @@ def _host_memory():
 CGROUP_FILES = {"/sys/fs/cgroup": "memory.max", "/sys/fs/cgroup/memory": "memory.limit_in_bytes"}
 
 
-def check_fits(kinds, mesh, program="a step"):
-    """Raise MemoryError when a program needs more memory than a device has.
-
-    kinds: the result of memory_by_kind.
+def check_fits(memory, peaks, mesh):
+    """Raise MemoryError when a program needs more memory than a device has. memory: a result of
+    program_memory. peaks: {program: bytes}.
     """
     limit = memory_limit(mesh)
-    if limit and kinds["total"] > limit:
-        raise MemoryError(
-            f"{program} needs {_gib(kinds['total'])} GiB on each device, which has {_gib(limit)} "
-            f"GiB; parameters take {_gib(kinds['parameters'])} GiB and moments "
-            f"{_gib(kinds.get('moments', 0))} GiB of it")
+    for program, n_bytes in peaks.items():
+        if limit and n_bytes > limit:
+            raise MemoryError(
+                f"{program} needs {_gib(n_bytes)} GiB on each device, which has {_gib(limit)} GiB; "
+                f"parameters take {_gib(memory['parameters'])} GiB and moments "
+                f"{_gib(memory.get('moments', 0))} GiB of it")
 
 
 def _gib(n_bytes):
@@ -1110,8 +1106,7 @@ def weight_stats(step, params, grads, cfg):
     def zeros():
         return jax.tree.map(jnp.zeros_like, jax.eval_shape(stats))
 
-    # A run of fewer steps than log_every logs its last one.
-    return jax.lax.cond(step % min(cfg.log_every, cfg.steps) == 0, stats, zeros)
+    return jax.lax.cond(is_log_point(step, cfg), stats, zeros)
 
 
 def _histogram(x, grad):
@@ -1133,31 +1128,26 @@ def _histogram(x, grad):
 # ---- memory estimates
 
 def count_memory(steps, is_training, with_evaluation):
-    """Compile the programs of lower_steps that a run needs, and count the bytes that a device holds
-    while each of them runs. Without training it holds only the parameters of the state.
+    """Compile the programs of lower_steps that a run needs, and count what a device holds while
+    each of them runs. Without training it holds only the parameters of the state.
 
     Returns {"programs": {"a step", "evaluation": compiled}, "peaks": {program: bytes}, "memory":
-    memory_by_kind of the step or, without one, the parameters}.
+    program_memory of the first}.
     """
-    programs, peaks = {}, {}
-    held = steps["state"]["params"]
-    memory = {"parameters": array_bytes(held)}
+    held = steps["state"] if is_training else {"params": steps["state"]["params"]}
+    needed = []
     if is_training:
-        held = steps["state"]
-        programs["a step"] = steps["lower_train_step"]().compile()
-        memory = memory_by_kind(held, programs["a step"])
-        peaks["a step"] = memory["total"]
+        needed.append(("a step", steps["lower_train_step"], steps["batch"]))
     if with_evaluation:
-        programs["evaluation"] = steps["lower_eval_step"]().compile()
-        added = added_bytes(programs["evaluation"].memory_analysis())
-        peaks["evaluation"] = array_bytes((held, steps["eval_batch"])) + added
-    return {"programs": programs, "peaks": peaks, "memory": memory}
-
-
-def check_peaks(cost, mesh):
-    """Raise MemoryError when a program of count_memory does not fit."""
-    for program, n_bytes in cost["peaks"].items():
-        check_fits(cost["memory"] | {"total": n_bytes}, mesh, program)
+        needed.append(("evaluation", steps["lower_eval_step"], steps["eval_batch"]))
+    cost = {"programs": {}, "peaks": {}, "memory": {"parameters": array_bytes(held["params"])}}
+    for name, lower, batch in needed:
+        cost["programs"][name] = lower().compile()
+        memory = program_memory(cost["programs"][name], held, batch)
+        cost["peaks"][name] = memory["total"]
+        if name == needed[0][0]:
+            cost["memory"] = memory
+    return cost
 
 
 # ---- time estimates

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop, and everything that needs two of the other files.
 
-Owns what is trained (`TEXT`), the setup of a run, the loop with its actions, observers, the other
+Owns what is trained (`TEXT`), the run of a run, the loop with its actions, observers, the other
 modes and the command line. The only file that imports the others. Refuses a task with unknown keys
 and a config that cannot run. Invariant: every exit of the loop except a crash logs its reason and,
 unless save_end is off, saves.
@@ -30,6 +30,7 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 # For speed alone, up to the imports: skip it on a first reading.
 # Imports and traces make many objects, few of them in cycles. With Python's threshold of 700 the
@@ -141,9 +142,8 @@ TEXT = {
 
 # ---- a run
 #
-# Its records are dicts: `setup` is what config, task and mesh give; `run` is setup and all else
-# that is fixed during the loop; `progress` is what the loop changes; `start` is where the initial
-# state comes from.
+# A run is a namespace. `setup_run` makes it from config, task and mesh. `train_run` adds the data
+# and the compiled programs. `run.progress` is what the loop changes.
 
 
 def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
@@ -151,279 +151,156 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     training also "state", "mesh", "checkpoint", the path of the newest one, and the newest metrics,
     as "val_loss". A run that is already finished gives its metrics, and no state.
 
-    hooks: functions hook(event, value); a result that is not None replaces the value. For the
-    events see tests/GUIDE.md. task: what to train, see `TEXT`. state, params: train, evaluate,
-    sample or export these instead of those on disk; neither is changed. data: rows instead of the
-    files in cfg.data: an iterable or an indexable of dicts, such as a datasets.Dataset; or a dict
-    of such rows by split, such as a DatasetDict, with "train" and, instead of cfg.val_data,
-    "validation" or "test".
+    hooks: functions hook(event, value), see `emit`. task: what to train, see `TEXT`. state, params:
+    train, evaluate, sample or export these instead of those on disk; neither is changed. data: rows
+    instead of the files in cfg.data: an iterable or an indexable of dicts, such as a
+    datasets.Dataset; or a dict of such rows by split, such as a DatasetDict, with "train" and,
+    instead of cfg.val_data, "validation" or "test".
     """
-    launched = time.perf_counter()
+    progress = init_progress(time.perf_counter())
     cfg, hooks = prepare(cfg, hooks, data)
     if cfg.mode != "train":
-        return run_mode(cfg, task, hooks, state, params)
+        return run_mode(cfg, task, hooks, progress, state, params)
 
     print0(f"run {cfg.out_dir}")
-    progress = init_progress(launched)
     with catch_signals(progress):
         print_changed_flags(cfg)
-        setup = setup_run(cfg, task, hooks=hooks)
-        with ckpt.lock_folders(cfg.out_dir, setup["root"], print0) as check_lock:
-            observers = make_observers(setup["cfg"])
-            try:
-                with (steplib.explain_oom(partial(memory_advice, setup)),
-                      explain_dead_process(setup["root"])):
-                    return run_training(setup, progress, observers, check_lock, state, params)
-            except BaseException as e:
-                notify(observers, "error", {"error": f"{type(e).__name__}: {e}"})
-                raise
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-                # The folders stay locked until a pending save is written. With several processes
-                # one that has died would never finish it.
-                if jax.process_count() == 1 and progress["pending_save"]:
-                    progress["pending_save"]["future"].exception()
+        run = setup_run(cfg, task, hooks=hooks, progress=progress)
+        with guard(run):
+            return train_run(run, state, params)
 
 
-def prepare(cfg, hooks, rows=None):
-    """(cfg with its paths and names resolved, hooks with those of cfg.hooks), once the processes
-    are connected. rows: the `data` of main.
-    """
-    cfg = config.resolve_paths(cfg)
-    # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
-    connect_processes(cfg)
-    # Optional: rows from Python. The run is named after their file.
-    if rows is not None:
-        cfg = write_rows(cfg, rows)
-    if not cfg.out_dir:  # from Python: the command line has chosen one
-        cfg = dataclasses.replace(cfg, out_dir=config.derive_out_dir(cfg))
-    hooks = (*hooks, *load_functions("hooks", cfg.hooks))
-    return cfg, hooks
-
-
-def setup_run(cfg, task=TEXT, devices=None, hooks=()):
-    """Resolve and check everything that needs neither data nor a compilation. The result is fixed:
-    {"cfg" (resolved, except steps from epochs), "given" (cfg before that), "root" (of the
-    checkpoints), "task" (with its defaults), "hooks", "mesh", "table" (of parameters), "unsaved"
-    (names of those that no checkpoint has), "batch" (shapes with shardings), "is_synchronous"
-    (whether a step is done when its call returns)}.
+def setup_run(cfg, task=TEXT, devices=None, hooks=(), progress=None):
+    """Resolve and check everything that needs neither data nor a compilation. Return the run.
 
     devices: default jax.devices(). Raises ValueError with all errors that it finds.
     """
     task = complete_task(task)
     devices = devices or jax.devices()
+    platform = steplib.platform(devices[0])
     steplib.enable_compilation_cache(cfg.cache_dir)
 
-    # Check the config, and resolve its defaults. First the sizes of a Hugging Face model, if
-    # --init_from names one.
-    cfg = task["update_config"](cfg)
-    given = cfg
-    # Optional: branches of a run. Without that run, its flags would be missing too.
-    if cfg.branch_from and not os.path.exists(f"{cfg.out_dir}/config.json"):
-        find_branch(cfg)
-    choices = {
-        "optimizer": steplib.OPTIMIZERS,
-        "optimizers": steplib.OPTIMIZERS,
-        "schedule": steplib.SCHEDULES,
-        "track": TRACKERS,
-    }
-    config.validate(cfg, len(devices), choices, task["validate"])
-    platform = steplib.platform(devices[0])
-    cfg = dataclasses.replace(cfg, dtype=steplib.choose_dtype(cfg.dtype, platform))
-    cfg = task["resolve"](platform, cfg)
+    # The config as typed, with the sizes of a Hugging Face model that --init_from names; and the
+    # resolved one, with a value for each default. Only steps from epochs need the data.
+    typed = task["update_config"](cfg)
+    cfg = resolve(typed, task, platform, len(devices))
     steplib.configure_compiler(platform, len(devices), cfg.dtype)
 
-    # The parameters and how the mesh shards them.
+    # The mesh, and the table of parameters with how the mesh shards each of them.
     mesh = steplib.make_mesh(cfg, devices)
     table = model.apply_param_groups(task["table"](cfg), cfg, config.parse_number)
     check_table(table)
     config.raise_if_errors(steplib.check_shapes(table, mesh), "mesh and model do not fit")
     watched = sorted(model.matching("watch", cfg.watch, table))
-    cfg = dataclasses.replace(cfg, watch=tuple(watched))
     if cfg.export:
         task["export"](None, cfg)  # only looks for errors
 
-    return {
-        "cfg": cfg,
-        "given": given,
-        "root": ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir),
-        "task": task,
-        "hooks": hooks,
-        "mesh": mesh,
-        "table": table,
-        "unsaved": model.matching("save_exclude", cfg.save_exclude, table),
-        "batch": batch_structs(task, cfg, mesh),
-        "is_synchronous": platform == "cpu" and mesh.size == 1,
-    }
+    return SimpleNamespace(
+        typed=typed,
+        cfg=dataclasses.replace(cfg, watch=tuple(watched)),
+        task=task,
+        hooks=hooks,
+        mesh=mesh,
+        table=table,
+        unsaved=model.matching("save_exclude", cfg.save_exclude, table),  # in no checkpoint
+        batch=batch_structs(task, cfg, mesh),  # shapes with shardings
+        root=ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir),  # of the checkpoints
+        is_synchronous=platform == "cpu" and mesh.size == 1,  # a step is done when its call returns
+        progress=progress or init_progress(time.perf_counter()),
+    )
 
 
-def run_training(setup, progress, observers, check_lock, state, params):
+def train_run(run, state, params):
     """Open the data, compile, make the initial state, and train, unless the run is already
-    finished. Return the summary.
-
-    observers: from make_observers. check_lock: from ckpt.lock_folders. state, params: those given
-    by the caller, or None.
+    finished. Return the summary. state, params: those given by the caller, or None.
     """
-    cfg, task, hooks, root = setup["cfg"], setup["task"], setup["hooks"], setup["root"]
-    timers = progress["timers"]
+    timers = run.progress.timers
 
-    # Open the data. It has to be the same in every process, and the checkpoints on a disk that all
-    # share. A folder that grows may have had fewer files when another process listed it: the number
-    # of examples is that of process 0.
-    opened = open_data(task, cfg, ("train", "val"))
-    train_data, val_data = opened["train"], opened["val"]
-    validation = describe_validation(setup, val_data)
-    ckpt.check_shared(root)
-    raise_if_unequal({"data": train_data["fingerprint"], "val": validation})
-    train_data["n"] = ckpt.broadcast_from_main(lambda: int(train_data["n"]))
-    check_data_needs(cfg, train_data, val_data)
-    cfg = set_steps(cfg, train_data)
-    setup = setup | {"cfg": cfg}
+    # ---- data. It has to be the same in every process, and the checkpoints on a disk that all
+    # share. A folder that grows may have had fewer files when another process listed it.
+    opened = open_data(run.task, run.cfg, ("train", "val"))
+    run.train_data, run.val_data = opened["train"], opened["val"]
+    run.validation = describe_validation(run, run.val_data)
+    ckpt.check_shared(run.root)
+    raise_if_unequal({"data": run.train_data["fingerprint"], "val": run.validation})
+    run.train_data["n"] = ckpt.broadcast_from_main(lambda: int(run.train_data["n"]))
+    check_data_needs(run)
+    run.cfg = cfg = set_steps(run.cfg, run.train_data)
 
-    # Find out where the initial state comes from.
-    start = choose_start(setup, train_data, state, params)
-    resumes = bool(start["meta"]) and not start["is_branch"]
-    if resumes and is_finished(cfg, start["meta"], validation):
-        return summary_of_finished(setup, start["meta"])
+    # ---- where the state comes from
+    start = find_state(run, state, params, is_training=True)
+    resumes = bool(start.meta) and not start.is_branch
+    if resumes and is_finished(run, start.meta):
+        return summary_of_finished(run, start.meta)
 
     # Print what will run, and examples of the user's own files at the first launch.
-    print0(run_summary(setup))
+    print0(run_summary(run))
     print_data_summary(opened, print0, bool(cfg.data) and not resumes)
 
-    # Compile before any array is allocated.
+    # ---- step: compile before any array is allocated
     print0(f"compiling the training step, for {cfg.steps} steps ...")
     with timed(timers, "compile"):
-        # "train_step" is compiled now, and "init" if it is called next; "digest" and "eval_step"
-        # when they are called. Also "state" (shapes), "memory" (bytes by kind), and "compile_eval",
-        # which compiles eval_step, so that the time is charged to the compilation.
-        is_fresh = bool(start["missing"]) and not start["load_from"]
-        programs = steplib.compile_steps(steplib.lower_steps(*step_args(setup)), is_fresh)
-        steplib.check_fits(programs["memory"], setup["mesh"])
+        is_fresh = bool(start.missing) and not start.load_from
+        run.programs = steplib.compile_steps(steplib.lower_steps(*step_args(run)), is_fresh)
     compile_s = timers["seconds"]["compile"]
 
-    # Make the initial state, from the first of these that exists:
-    # 1. the state that the caller gave
-    # 2. the parameters that the caller gave, with new optimizer moments
-    # 3. the newest checkpoint of this run
-    # 4. the checkpoint of another run, from --branch_from
-    # 5. parameters from --init_from
-    # 6. random parameters
-    # meta: that of the restored checkpoint, or {}.
-    meta, state = load_start(setup, start, programs, state, params)
+    # ---- state
+    meta, state = load_state(run, start, state, params)
     # Optional: data that grows.
-    if "restore" in train_data:
-        train_data["restore"](meta.get("data", {}).get("windows", []))
-    state = run_hooks(hooks, "load", state)
-    first_step = int(state["step"])
+    if "restore" in run.train_data:
+        run.train_data["restore"](meta.get("data", {}).get("windows", []))
+    state = emit(run, "load", state)
+    run.first_step = int(state["step"])
+    run.is_branch = start.is_branch
 
     # Write config.json. It has the dtype that "auto" means here, so that the run can resume on
     # another kind of CPU. Delete the run to overwrite only now that nothing else can go wrong.
-    config_path = Path(cfg.out_dir, "config.json")
-    if resumes and is_main() and not ckpt.read_json(config_path):
-        print0(f"{config_path} was missing or empty: it is written again")
-    given = dataclasses.replace(setup["given"], dtype=cfg.dtype)
-    config_json = config.to_json(config.without_launch_fields(given))
-    ckpt.begin_out_dir(cfg.out_dir, root, config_json,
+    typed = dataclasses.replace(run.typed, dtype=cfg.dtype)
+    config_json = config.to_json(config.without_launch_fields(typed))
+    if resumes and is_main() and not ckpt.read_json(Path(cfg.out_dir, "config.json")):
+        print0(f"{cfg.out_dir}/config.json was missing or empty: it is written again")
+    ckpt.begin_out_dir(cfg.out_dir, run.root, config_json,
                        overwrite=cfg.resume == "overwrite", log=print0)
 
     # Continue the timers, the metrics and the events of earlier launches.
-    restore_progress(progress, first_step, meta, validation)
+    restore_progress(run, meta)
     # Optional: best checkpoint.
-    restore_best(setup, first_step, progress["last_metrics"], validation)
+    restore_best(run)
 
     # Log what runs, and on what, and what has changed since the checkpoint.
-    description = describe_run(setup, programs, start)
+    description = describe_run(run, start)
     print_changes(meta, description)
-    log_event = partial(log_row, setup, observers, progress)
-    start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s,
-                 "validation": validation}
-    log_event("start", start_row | {"time_s": time_by_bucket(timers)} | description)
+    emit(run, "start", {
+        "step": run.first_step, "origin": start.origin, "compile_s": compile_s,
+        "validation": run.validation, "time_s": time_by_bucket(timers)} | description)
     # Give hooks the state that they have saved.
     if meta:
-        log_event("resume", {"step": first_step, "hooks": meta["hooks"], "root": start["root"]})
+        emit(run, "resume", {"step": run.first_step, "hooks": meta["hooks"], "root": start.root})
 
-    # Everything that is fixed during the loop.
-    run = setup | {
-        "train_data": train_data,
-        "val_data": val_data,
-        "validation": validation,  # of describe_validation
-        "intervals": event_intervals(cfg),
-        "stop_conditions": config.parse_stops(cfg),
-        "programs": programs,
-        "first_step": first_step,
-        "is_branch": start["is_branch"],
-        # Part of every checkpoint, with the content of config.json.
-        "description": description | {"config_file": json.loads(config_json)},
-        "log_event": log_event,
-        "check_lock": check_lock,
-    }
-    return train(run, state, progress)
-
-
-# ---- what changes during a run
-
-
-def init_progress(launched):
-    """Make the record of everything that changes during a run; the loop owns it. launched:
-    time.perf_counter() at launch.
-    """
-    return {
-        # {event: step} and {event: seconds of all launches} when each event last happened, and the
-        # seconds of earlier launches
-        "last_done": {},
-        "last_done_s": {},
-        "earlier_s": 0.0,
-        # {metric: newest value}, and the best validation loss of all launches: "best_val_loss",
-        # "best_val_step"
-        "last_metrics": {},
-        # Whether all losses and gradients were finite
-        "is_finite": True,
-        # Metrics of the newest step, which the device may still compute: {"step", "metrics",
-        # "waited_s"}, or None
-        "pending": None,
-        # Metrics since the last log row: {name: (sum, count)}
-        "since_log": {},
-        # Seconds by bucket over all restarts, the bucket that is charged now, and when it was last
-        # charged. begin_rates adds "logged_step" and "logged", the step and the seconds at the
-        # last log row.
-        "timers": {"launched": launched, "seconds": dict.fromkeys(TIME_BUCKETS, 0.0),
-                   "bucket": "start", "since": launched},
-        # Whether a signal ends the loop, and no longer raises KeyboardInterrupt
-        "in_loop": False,
-        # Name of the first signal, or None
-        "signal": None,
-        # The first reason of a hook to stop, or None
-        "hook_stop": None,
-        # Events of config.EVENTS that are requested, until they are due
-        "requests": set(),
-        # Requests of all processes at the newest poll_requests: "elapsed_s" since the launch,
-        # "stop": a reason or None, "events" for the next step
-        "polled": {"elapsed_s": 0.0, "stop": None, "events": []},
-        # Step of the newest save, or None
-        "saved_step": None,
-        # The checkpoint that is being written: {"kind", "step", "future"}, or None
-        "pending_save": None,
-        # {kind: error} of the newest save or export of each kind, if it failed
-        "save_errors": {},
-    }
+    # ---- loop
+    run.intervals = event_intervals(cfg)
+    run.stop_conditions = config.parse_stops(cfg)
+    # Part of every checkpoint, with the content of config.json.
+    run.description = description | {"config_file": json.loads(config_json)}
+    return train(run, state)
 
 
 # ---- the loop
 
 
-def train(run, state, progress):
+def train(run, state):
     """Train to cfg.steps, or until stop_reason gives a reason. Return the summary."""
-    cfg, programs, log_event = run["cfg"], run["programs"], run["log_event"]
-    timers, first_step = progress["timers"], run["first_step"]
-    progress["in_loop"] = True
+    cfg, programs, progress = run.cfg, run.programs, run.progress
+    timers = progress.timers
+    progress.in_loop = True
     start_bucket(timers, "step")
 
-    step = first_step
+    step = run.first_step
     batches = data.prefetch(
-        make_batch_at(run, run["train_data"], pinned=cfg.overfit_batch), first_step, cfg.steps,
-        stopped=lambda: poll_requests(run, step, progress, is_waiting=True),
-        wait_until_idle=lambda: jax.block_until_ready(progress["pending"]),
-        on_late=lambda i: log_event("out_of_data", {"step": i}))
+        make_batch_at(run, run.train_data, pinned=cfg.overfit_batch), run.first_step, cfg.steps,
+        stopped=lambda: poll_requests(run, step, is_waiting=True),
+        wait_until_idle=lambda: jax.block_until_ready(progress.pending),
+        on_late=lambda i: emit(run, "out_of_data", {"step": i}))
 
     # "Step k" is the state after k updates. One iteration at step k:
     #   1. log the metrics of step k, if something is due
@@ -433,115 +310,111 @@ def train(run, state, progress):
     #   5. log the metrics of step k, if that was not done above
     # The last iteration ends at 3.
     try:
-        for step in range(first_step, max(first_step, cfg.steps) + 1):
-            due = due_events(run, step, progress)
-            progress["requests"] -= due.keys()
+        for step in range(run.first_step, max(run.first_step, cfg.steps) + 1):
+            due = due_events(run, step)
+            progress.requests -= due.keys()
 
             # Log the metrics of this step, if something is due: this waits for the device.
-            # Otherwise they are logged below, while the device works on the next step. On one CPU
-            # device, which is done when the call of a step returns, always here.
-            if due or run["is_synchronous"]:
-                log_step(run, progress)
+            # Otherwise they are logged below, while the device works on the next step.
+            if due or run.is_synchronous:
+                log_step(run)
 
             # Epochs that ended with this step. Optional: windows of data that grows.
             for event in ("epoch", "window"):
                 if event in due:
-                    mark_done(progress, event, step)
-                    log_event(event, {"step": step, event: int(completed(run, event, step))})
+                    mark_done(run, event, step)
+                    emit(run, event, {"step": step, event: int(completed(run, event, step))})
 
             # Optional: reload the parameters of dynamic sources.
             if "reload" in due:
-                mark_done(progress, "reload", step)
-                state = reload_params(run, state, step, timers)
+                mark_done(run, "reload", step)
+                state = reload_params(run, state, step)
 
             # Evaluate every eval_every steps, after each window, and at the end.
             if "eval" in due and not signal_received(progress):
-                is_complete = run_validation(run, state, step, progress)
+                is_complete = run_validation(run, state, step)
                 if is_complete:
-                    mark_done(progress, "eval", step)
+                    mark_done(run, "eval", step)
 
             # Print samples, for a person to judge the progress.
             if "sample" in due and not signal_received(progress):
-                print_preview(run, state["params"], step, timers)
-                mark_done(progress, "sample", step)
+                print_preview(run, state["params"], step)
+                mark_done(run, "sample", step)
 
             # Export the parameters for other programs.
             if "export" in due and not signal_received(progress):
-                export(run, state["params"], step, progress)
-                mark_done(progress, "export", step)
+                export(run, state["params"], step)
+                mark_done(run, "export", step)
 
             # Save last, so that the checkpoint has all that happened up to this step, and the mark
             # that this save is done.
             for kind in ("weights", "save"):
                 if kind in due:
-                    mark_done(progress, kind, step)
-                    save_state(run, state, step, progress, due[kind], kind)
+                    mark_done(run, kind, step)
+                    save_state(run, state, step, due[kind], kind)
 
-            # Stop before the next batch is consumed. poll_requests notes in progress["polled"] what
-            # signals, files and hooks request, and asks stop_reason.
-            stop = poll_requests(run, step, progress)
+            # Stop before the next batch is consumed, for a reason of stop_reason.
+            stop = poll_requests(run, step)
             if stop:
                 break
 
             # Get the next batch. This waits while a growing folder has no new file.
             batch, waited_s = next(batches, (None, 0.0))
             if batch is None:  # a stop was requested during the wait
-                stop = stop_reason(run, step, progress)
                 break
             begin_epochs(run, step)
-            batch = run_hooks(run["hooks"], "data", batch)
-            lr = steplib.replicate(steplib.lr_at(step, cfg), run["mesh"])
+            batch = emit(run, "data", batch)
+            lr = steplib.replicate(steplib.lr_at(step, cfg), run.mesh)
 
             # Dispatch the update. The device works on it while this thread continues.
-            log_event("dispatch", {"step": step + 1})
+            emit(run, "dispatch", {"step": step + 1})
             with jax.transfer_guard("disallow"):  # a hidden copy would stall the step
                 new_state, metrics = programs["train_step"](state, batch, lr)
-            state = run_hooks(run["hooks"], "state", new_state)
+            state = emit(run, "state", new_state)
 
             # Log the metrics of step k. This waits for step k, while step k + 1 is queued.
-            log_step(run, progress)
-            progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s": waited_s}
+            log_step(run)
+            progress.pending = {"step": step + 1, "metrics": metrics, "waited_s": waited_s}
 
             # Report a save that has finished.
-            if progress["pending_save"] and progress["pending_save"]["future"].done():
-                wait_for_save(run, progress)
+            if progress.pending_save and progress.pending_save["future"].done():
+                wait_for_save(run)
 
         # Log the last metrics. They may change the reason and the exit code.
-        log_step(run, progress)
+        log_step(run)
     except BaseException:  # also sys.exit in a hook
-        save_before_error(run, state, progress)
+        save_before_error(run, state)
         raise
 
-    stop = stop_reason(run, step, progress) or stop
+    stop = stop_reason(run, step) or stop
     batches.close()
     # Save, unless this step has done so. Without save_end only a request to stop or save does.
-    polled = progress["polled"]
+    polled = progress.polled
     is_wanted = cfg.save_end or polled["stop"] or "save" in polled["events"]
-    if step and is_wanted and "save" not in due and progress["saved_step"] != step:
-        mark_done(progress, "save", step)
-        save_state(run, state, step, progress, "stop")
-    return end_run(run, state, step, progress, stop)
+    if step and is_wanted and "save" not in due and progress.saved_step != step:
+        mark_done(run, "save", step)
+        save_state(run, state, step, "stop")
+    return end_run(run, state, step, stop)
 
 
-def due_events(run, step, progress):
+def due_events(run, step):
     """{event: why} of the events that are due at this step and were not done at it. why: the unit
     of the interval that passed ("step", "epoch", "window", "second", or "end" after the last step),
     or "request".
     """
-    polled = progress["polled"]
-    due = {}
+    progress, due = run.progress, {}
     if step == 0:
         return due
-    for event, intervals in run["intervals"].items():
-        if progress["last_done"].get(event) == step:  # before a resume
+    for event, intervals in run.intervals.items():
+        if progress.last_done.get(event) == step:  # before a resume
             continue
-        if event in polled["events"]:
+        if event in progress.polled["events"]:
             due[event] = "request"
         for unit, n in intervals.items():
             if unit == "end":
-                is_due = step >= run["cfg"].steps
+                is_due = step >= run.cfg.steps
             elif unit == "second":
-                last_s = progress["last_done_s"].get(event, 0.0)
+                last_s = progress.last_done_s.get(event, 0.0)
                 # A checkpoint that a time alone makes does not last.
                 is_due = event not in due and seconds_of_run(progress) - last_s >= n
             else:  # this step completes a multiple of n
@@ -549,46 +422,43 @@ def due_events(run, step, progress):
             if is_due:
                 due[event] = unit
     # Optional: branches of a run. A branch saves its first state, which the other run may delete.
-    if run["is_branch"] and step == run["first_step"]:
+    if run.is_branch and step == run.first_step:
         due["save"] = "branch"
     return due
 
 
-def log_step(run, progress):
+def log_step(run):
     """Log the pending metrics, which waits for them: the event "step", at a log point also "log",
-    whose means are over all steps since the last log row. Update progress["last_metrics"].
+    whose means are over all steps since the last log row. Update progress.last_metrics.
     """
-    pending, progress["pending"] = progress["pending"], None
+    progress = run.progress
+    pending, progress.pending = progress.pending, None
     if pending is None:
         return
-    cfg, log_event = run["cfg"], run["log_event"]
-    timers, since_log = progress["timers"], progress["since_log"]
+    cfg, timers = run.cfg, progress.timers
     step, metrics = pending["step"], pending["metrics"]
 
     # Wait for the step. The seconds in which the loop waited for its data are no part of it.
     watch = metrics.pop("watch", {})
-    values = jax.tree.map(np.asarray, metrics)  # takes a sixth of the time of device_get
+    values = jax.tree.map(np.asarray, metrics)
     finite = bool(values.pop("finite"))
     timers["seconds"]["step"] -= pending["waited_s"]
     timers["seconds"]["data"] += pending["waited_s"]
 
-    # The device gives 0 for a mean over no label: make it NaN.
-    sums = add_sums(since_log, values)
-    values |= metric_means(sums)
-    row = log_event("step", {"step": step} | numbers(values))
-    # As in steplib.weight_stats.
-    is_log_point = bool(cfg.log_every) and step % min(cfg.log_every, cfg.steps) == 0
+    sums = add_sums(progress.since_log, values.pop("sums", {}))  # a hook's step may give none
+    row = emit(run, "step", {"step": step} | numbers(values | steplib.means(sums)))
+    is_log_point = steplib.is_log_point(step, cfg)
     is_logged = is_log_point or not finite
 
     # The first step of a launch is slower: no rate of a later row counts it.
-    if step == run["first_step"] + 1 and not is_logged:
+    if step == run.first_step + 1 and not is_logged:
         begin_rates(timers, step)
 
     # A loss or gradient that is not finite.
     if not finite:
-        if progress["is_finite"]:  # the first one
-            log_event("nonfinite", {"step": step, "loss": row["objective"]})
-        progress["is_finite"] = False
+        if progress.is_finite:  # the first one
+            emit(run, "nonfinite", {"step": step, "loss": row["objective"]})
+        progress.is_finite = False
         if cfg.on_nonfinite == "raise":
             raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
 
@@ -597,99 +467,98 @@ def log_step(run, progress):
 
     # Log the means since the last log row, with speeds.
     with timed(timers, "other"):
-        values |= metric_means(since_log)
-        since_log.clear()
+        values |= steplib.means(progress.since_log)
+        progress.since_log.clear()
         row |= numbers(values)
-        row |= numbers(run["task"]["metrics"](values, run["train_data"]))
-        speeds = throughput(run, step, timers, row)
+        row |= numbers(run.task["metrics"](values, run.train_data))
+        speeds = throughput(run, step, row)
         taken = sorted(speeds.keys() & row.keys())
         assert not taken, f"metrics {', '.join(taken)}: are names of a log row; rename them"
         if watch:
             row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(watch))
-        row = log_event("log", row | speeds)
+        row = emit(run, "log", row | speeds)
     for name, value in numbers(row).items():
         if name not in speeds:
-            progress["last_metrics"][name] = value
-    progress["last_metrics"]["loss_step"] = step
+            progress.last_metrics[name] = value
+    progress.last_metrics["loss_step"] = step
 
 
-def save_state(run, state, step, progress, why, kind="save"):
+def save_state(run, state, step, why, kind="save"):
     """Start to write a checkpoint, once the previous one is committed. Its meta.json has the
     config, the machine and the position in the data. A hook may skip it.
 
     why: of due_events, "stop", "error", or "best" for an evaluation. kind: "save", or "weights" or
     "best" for the parameters alone.
     """
-    cfg, timers = run["cfg"], progress["timers"]
-    root = ckpt.roots(run["root"])[kind]
-    run["check_lock"]()  # raises if another run has taken over the bucket
+    cfg, progress = run.cfg, run.progress
+    root = ckpt.roots(run.root)[kind]
+    run.check_lock()  # raises if another run has taken over the bucket
 
     # Hooks may skip it, and add their own state: values to its meta.json, and arrays.
     planned = {"step": step, "kind": kind, "why": why,
                "path": ckpt.step_path(root, step), "hooks": {}, "arrays": {}}
-    planned = run_before_hooks(run, "save", planned)
+    planned = emit_before(run, "save", planned)
     if planned["skip"]:
         return
 
-    with timed(timers, "save"):
+    with timed(progress.timers, "save"):
         # Wait for the previous save: the new meta.json notes that it is done.
-        wait_for_save(run, progress)
+        wait_for_save(run)
 
         # Compute a digest of the state, so that two runs can be compared by a line of text.
-        digest = steplib.digest(run["programs"]["digest"](state))
+        digest = steplib.digest(run.programs["digest"](state))
         if kind != "save":  # the parameters alone
             digest = {"params": digest["params"]}
             state = {"params": state["params"]}
 
         # The arrays, without the parameters that save_exclude names and their moments.
         arrays, _ = ckpt.flatten(state | {"hooks": planned["arrays"]})
-        unsaved = ckpt.paths_of(run["unsaved"], arrays)
+        unsaved = ckpt.paths_of(run.unsaved, arrays)
         tree = {path: x for path, x in arrays.items() if path not in unsaved}
 
         # Where the run stands.
-        meta = run["description"] | {
+        meta = run.description | {
             "data": data_position(run, step),
             "digest": digest,
             "hooks": planned["hooks"],
-            "progress": describe_progress(run, progress),
+            "progress": describe_progress(run),
         }
         # There is one best checkpoint, and those of the parameters alone all stay.
         keep = {"save": (cfg.max_to_keep, cfg.keep_period), "best": (1, 0), "weights": (0, 0)}
         max_to_keep, keep_period = keep[kind]
         future = ckpt.save(root, step, tree, meta, max_to_keep, keep_period, print0,
                            passing=why == "second" and kind == "save")
-        progress["pending_save"] = {"kind": kind, "step": step, "future": future}
+        progress.pending_save = {"kind": kind, "step": step, "future": future}
         if kind == "save":
-            progress["saved_step"] = step
-        run["log_event"]("save", {"step": step, "kind": kind, "why": why, "digest": digest})
+            progress.saved_step = step
+        emit(run, "save", {"step": step, "kind": kind, "why": why, "digest": digest})
 
 
-def stop_reason(run, step, progress):
+def stop_reason(run, step):
     """The one place that decides whether to stop before the next batch: (reason, exit code), or
     None to continue.
     """
-    cfg, metrics, polled = run["cfg"], progress["last_metrics"], progress["polled"]
+    cfg, metrics, polled = run.cfg, run.progress.last_metrics, run.progress.polled
 
     # A loss or gradient that is not finite.
-    if not progress["is_finite"] and cfg.on_nonfinite == "stop":
+    if not run.progress.is_finite and cfg.on_nonfinite == "stop":
         return (f"a loss or gradient is not finite near step {step}; that update was skipped, and "
                 "the newest state is saved"), 1
 
     # The conditions of --stop. A loss above its bound is a failure.
     values = metrics | {
         "step": step,
-        "new_steps": step - run["first_step"],
+        "new_steps": step - run.first_step,
         "second": polled["elapsed_s"],
     }
-    for condition in run["stop_conditions"]:
+    for condition in run.stop_conditions:
         name, sign, bound = condition["name"], condition["sign"], condition["bound"]
-        if name in values:
-            if config.COMPARE[sign](values[name], bound):
-                reason = f"{name} {values[name]:g} {config.STOP_WORDS[sign]} {bound:g}"
-                return reason, int(sign == ">" and "loss" in name)
-            continue
+        value = values.get(name)
+        if value is not None and config.COMPARE[sign](value, bound):
+            reason = f"{name} {value:g} {config.STOP_WORDS[sign]} {bound:g}"
+            return reason, int(sign == ">" and "loss" in name)
         measured_at = metrics.get("val_step" if name.startswith("val_") else "loss_step", 0)
-        if measured_at > run["first_step"]:  # without this metric
+        if value is None and measured_at > run.first_step:
             return (f"--stop {' '.join(cfg.stop)}: unknown metric {name} "
                     f"({config.did_you_mean(name, sorted(metrics))})"), 2
 
@@ -706,15 +575,14 @@ def stop_reason(run, step, progress):
 # ---- batches and hooks
 
 
-def make_batch_at(setup, source, pinned=False):
+def make_batch_at(run, source, pinned=False):
     """index -> batch of global arrays, of which each process builds its own rows. Raises ValueError
     for a batch unlike the task's "batch", or with ids beyond a table. pinned: always batch 0.
     """
-    cfg = setup["cfg"]
-    shardings = {name: x.sharding for name, x in setup["batch"].items()}
-    first = next(iter(setup["batch"].values()))
+    shardings = {name: x.sharding for name, x in run.batch.items()}
+    first = next(iter(run.batch.values()))
     rows = data.local_rows(first.sharding, first.shape)
-    expected = {name: ((len(rows), *x.shape[1:]), x.dtype) for name, x in setup["batch"].items()}
+    expected = {name: ((len(rows), *x.shape[1:]), x.dtype) for name, x in run.batch.items()}
 
     def batch_at(index):
         batch = source["batch"](0 if pinned else index, rows)
@@ -723,33 +591,33 @@ def make_batch_at(setup, source, pinned=False):
         found = {name: (np.shape(x), np.asarray(x).dtype) for name, x in batch.items()}
         if found != expected:
             raise ValueError(f"batch {index} is {found}, must be {expected}")
-        return data.to_device(batch, shardings, cfg.batch_size)
+        return data.to_device(batch, shardings, run.cfg.batch_size)
 
     return batch_at
 
 
-def run_hooks(hooks, event, value):
-    """Call every hook(event, value). A result that is not None replaces the value.
+def emit(run, event, value):
+    """Call hook(event, value) of every hook. A result that is not None replaces the value. Return
+    the value. Console, log and plot are hooks too, see `harmless`.
 
-    Before the loop the events are "loss_fn", "optimizer", "train_step" (what is compiled) and
-    "load" (the first state). In the loop they are "data" and "val_data" (each batch), "eval_batch"
-    (its sums), "state" (after each update) and the rows of log_event: "start", "dispatch", "step",
-    "log", "epoch", "window", "out_of_data", "save", "eval", "sample", "export", "reload", "skip",
-    "nonfinite", "nonfatal_error", "stop", "end". Only hooks get the rows of HOOK_EVENTS.
+    The value of "loss_fn", "optimizer" and "train_step" is what will be compiled; of "load" the
+    first state, of "state" the state after each update; of "data" and "val_data" a batch, of
+    "eval_batch" its sums. The value of every other event is a row with at least "step". In a row
+    hooks may ask for {"stop": reason} and {"request": a list of events}; tests/GUIDE.md has them.
     """
-    for hook in hooks:
-        try:
-            new = hook(event, value)
-            if isinstance(value, dict) and new is not None:
-                missing = sorted(value.keys() - {*new})
-                assert not missing, f"its result lacks {missing}; return None, or value | {{...}}"
-        except Exception as e:
-            function = getattr(hook, "func", hook)  # of a partial
-            name = getattr(function, "__qualname__", function)
-            e.add_note(f"in the hook {name}, at the event {event}")
-            raise
-        if new is not None:
-            value = new
+    requested = set()
+    for hook in run.hooks:
+        value = call_hook(hook, event, value)
+        if event not in VALUE_EVENTS and value.get("request"):
+            requested.update(value["request"])
+            value = value | {"request": sorted(requested)}  # those of all hooks
+    assert requested <= {*config.EVENTS}, f"hooks request {requested}: events are {config.EVENTS}"
+
+    # Once a stop is requested, no further event is.
+    progress = run.progress
+    if event not in VALUE_EVENTS and not progress.hook_stop:
+        progress.requests |= requested
+        progress.hook_stop = str(value.get("stop") or "")
     return value
 
 
@@ -760,6 +628,95 @@ def run_hooks(hooks, event, value):
 # actions of the loop, the initial state, means of metrics, where the time goes, requests, signals,
 # several processes, printing, observers, the console, samples of text, what a run reports, command
 # line.
+
+
+# ---- the start of a run
+
+
+def prepare(cfg, hooks, rows=None):
+    """(cfg with its paths and names, hooks with those of cfg.hooks), once the processes are
+    connected. rows: the `data` of main.
+    """
+    cfg = config.resolve_paths(cfg)
+    # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
+    connect_processes(cfg)
+    # Optional: rows from Python. The run is named after their file.
+    if rows is not None:
+        cfg = write_rows(cfg, rows)
+    if not cfg.out_dir:  # from Python: the command line has chosen one
+        cfg = dataclasses.replace(cfg, out_dir=config.derive_out_dir(cfg))
+    hooks = (*hooks, *load_functions("hooks", cfg.hooks))
+    return cfg, hooks
+
+
+def resolve(cfg, task, platform, n_devices):
+    """cfg with a value for each default. Raises ValueError with all its errors."""
+    # Optional: branches of a run. Without that run, its flags would be missing too.
+    if cfg.branch_from and not os.path.exists(f"{cfg.out_dir}/config.json"):
+        find_branch(cfg)
+    choices = {
+        "optimizer": steplib.OPTIMIZERS,
+        "optimizers": steplib.OPTIMIZERS,
+        "schedule": steplib.SCHEDULES,
+        "track": TRACKERS,
+    }
+    config.validate(cfg, n_devices, choices, task["validate"])
+    cfg = dataclasses.replace(cfg, dtype=steplib.choose_dtype(cfg.dtype, platform))
+    return task["resolve"](platform, cfg)
+
+
+@contextlib.contextmanager
+def guard(run):
+    """Lock the folders of a run, give it observers, and explain errors of memory and processes."""
+    with ckpt.lock_folders(run.cfg.out_dir, run.root, print0) as run.check_lock:
+        observers = make_observers(run.cfg)
+        run.hooks = (*run.hooks, *observers)
+        try:
+            with (steplib.explain_oom(partial(memory_advice, run)),
+                  explain_dead_process(run.root)):
+                yield
+        except BaseException as e:
+            for observe in observers:
+                observe("error", {"error": f"{type(e).__name__}: {e}"})
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            # The folders stay locked until a pending save is written. With several processes one
+            # that has died would never finish it.
+            pending = run.progress.pending_save
+            if jax.process_count() == 1 and pending:
+                pending["future"].exception()
+
+
+def init_progress(launched):
+    """Everything that changes during a run. launched: time.perf_counter() at launch."""
+    return SimpleNamespace(
+        last_done={},  # {event: step} when each event last happened
+        last_done_s={},  # {event: seconds of all launches}
+        earlier_s=0.0,  # seconds of earlier launches
+        last_metrics={},  # {metric: newest value}; and the best one, "best_val_loss"
+        is_finite=True,  # whether all losses and gradients were finite
+        pending=None,  # of the newest step: {"step", "metrics", "waited_s"}
+        since_log={},  # since the last log row: {name: (sum, count)}
+        # Seconds by bucket over all launches, the bucket that is charged, and when it was last
+        # charged. begin_rates adds "logged_step" and "logged".
+        timers={"launched": launched, "seconds": dict.fromkeys(TIME_BUCKETS, 0.0),
+                "bucket": "start", "since": launched},
+        in_loop=False,  # whether a signal ends the loop, and raises no KeyboardInterrupt
+        signal=None,  # name of the first signal
+        hook_stop="",  # the first reason of a hook to stop
+        requests=set(),  # events of config.EVENTS that are requested, until they are due
+        # Requests of all processes: seconds since the launch, a reason, events for the next step
+        polled={"elapsed_s": 0.0, "stop": None, "events": []},
+        saved_step=None,  # step of the newest save
+        pending_save=None,  # what is being written: {"kind", "step", "future"}
+        save_errors={},  # {kind: error} of the newest save or export, if it failed
+    )
+
+
+def changed_run(run, **changes):
+    """A copy of a run with other fields."""
+    return SimpleNamespace(**vars(run) | changes)
 
 
 # ---- tasks
@@ -831,17 +788,17 @@ def open_data(task, cfg, parts):
     return {"train": None, "val": {}} | opened
 
 
-def check_data_needs(cfg, train_data, val_data):
+def check_data_needs(run):
     """Raise ValueError for a field that needs data which the run does not have."""
-    errors = []
+    cfg, errors = run.cfg, []
     needed = [name for name in (*cfg.stop, cfg.keep_best) if name.startswith("val_")]
-    if needed and not val_data:
+    if needed and not run.val_data:
         errors.append(f"stop or keep_best {needed[0]}: the run has no validation data; set "
                       "--val_data or --val_frac")
     # Optional: training data in windows, as of tests/recipes/windows.py.
     for event in config.EVENTS:
         interval = str(getattr(cfg, f"{event}_every"))
-        if "window" in interval and "windows" not in train_data:
+        if "window" in interval and "windows" not in run.train_data:
             errors.append(f"{event}_every {interval}: needs data in windows: "
                           "tests/recipes/windows.py")
     config.raise_if_errors(errors)
@@ -867,19 +824,19 @@ def batch_structs(task, cfg, mesh):
     return structs
 
 
-def evaluation_of(setup):
+def evaluation_of(run):
     """{"cfg", "batch"} of an evaluation: the config, and shapes with shardings."""
     # Optional: evaluation batches of another size.
-    cfg = config.evaluation_config(setup["cfg"])
-    return {"cfg": cfg, "batch": batch_structs(setup["task"], cfg, setup["mesh"])}
+    cfg = config.evaluation_config(run.cfg)
+    return {"cfg": cfg, "batch": batch_structs(run.task, cfg, run.mesh)}
 
 
-def step_args(setup):
+def step_args(run):
     """The arguments of steplib.lower_steps."""
-    cfg, task = setup["cfg"], setup["task"]
+    cfg, task = run.cfg, run.task
 
     def override(name, value):
-        value = run_hooks(setup["hooks"], name, value)
+        value = emit(run, name, value)
         is_dropped = bool(cfg.dropout) and cfg.mode in ("train", "plan")
         if name == "loss_fn" and is_dropped and not steplib.takes(value, "train_keys"):
             raise ValueError(f"dropout {cfg.dropout}: the loss takes no train_keys, so it would "
@@ -889,211 +846,288 @@ def step_args(setup):
 
     # Optional: values per example.
     loss = partial(task["loss"], examples=True) if cfg.examples_file else task["loss"]
-    return (cfg, setup["mesh"], setup["table"], loss, task["init"], setup["batch"], override,
-            evaluation_of(setup))
+    return (cfg, run.mesh, run.table, loss, task["init"], run.batch, override,
+            evaluation_of(run))
 
 
 def data_position(run, step):
     """Where a run stands in its data, for a checkpoint."""
-    train_data = run["train_data"]
-    epoch, sequence = divmod(step * run["cfg"].batch_size, train_data["n"])
+    train_data = run.train_data
+    epoch, sequence = divmod(step * run.cfg.batch_size, train_data["n"])
     position = {"fingerprint": train_data["fingerprint"], "epoch": epoch, "sequence": sequence}
     if "windows" in train_data:
         position["windows"] = train_data["windows"](step)
     return position
 
 
-# ---- where a run starts
+# ---- where a state comes from
 
 
-def choose_start(setup, train_data, state, params):
-    """Decide where the initial state comes from: {"origin": a text, "sources": texts that name the
-    sources of parameters, "missing": parameters that the checkpoint lacks (all, without one),
-    "load_from": sources to load them from, "meta": of the newest checkpoint, or {}, "root": its
-    folder, "step": its step, None for the newest intact one, "is_branch": whether it is that of
-    another run, "run_id"}. Prints the sources.
+def find_state(run, state=None, params=None, is_training=False):
+    """Decide where the state comes from, for load_state, from the first of these that exists:
 
-    Another mesh is fine, and so is another value of a field in config.RESUMABLE_FIELDS. Raises
-    ValueError when the data, the sources or another field differ and --allow_change does not name
-    them.
+    1. the state of the caller
+    2. the parameters of the caller, with new optimizer moments
+    3. the newest checkpoint of this run; without training the one that cfg.checkpoint names
+    4. the checkpoint of another run, from --branch_from
+    5. parameters from --init_from
+    6. random parameters, in training
+
+    Returns a namespace: origin, a text; meta: of the checkpoint, or {}; root, step: of the
+    checkpoint, step None for the newest intact one; is_branch: whether it is another run's;
+    missing: parameters that it lacks; load_from: sources to load them from; sources: texts that
+    name these; run_id: of this run.
+
+    Raises ValueError when a checkpoint does not fit the run, see config.RESUMABLE_FIELDS.
     """
-    cfg, root = setup["cfg"], setup["root"]
-    is_given = state is not None or params is not None
-    _, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given)
-    start = {"origin": "a fresh initialization", "sources": [], "missing": set(), "load_from": [],
-             "meta": meta, "root": root, "step": None, "is_branch": False,
-             "run_id": meta.get("run_id") or os.urandom(4).hex()}
+    cfg, is_given = run.cfg, state is not None or params is not None
+    start = SimpleNamespace(root=run.root, step=None, meta={}, is_branch=False, missing=set(),
+                            load_from=[], sources=[], origin="a fresh initialization")
+    if is_training:
+        start.meta = ckpt.find_start(cfg.out_dir, run.root, cfg.resume, is_given)
+    start.run_id = start.meta.get("run_id") or os.urandom(4).hex()
     if is_given:
-        return start | {"origin": "the given " + ("parameters" if state is None else "state")}
+        start.origin = "the given " + ("parameters" if state is None else "state")
+        return start
 
-    if meta:
-        start["origin"] = "its own checkpoint"
+    resumes = bool(start.meta)
+    if not is_training:
+        choose_checkpoint(run, start)
+    elif resumes:
+        start.origin = "its own checkpoint"
         config.check_resumable(
-            meta["config"], cfg, meta.get("mesh", {}), dict(setup["mesh"].shape))
+            start.meta["config"], cfg, start.meta.get("mesh", {}), dict(run.mesh.shape))
     # Optional: branches of a run.
     elif cfg.branch_from:
-        start |= find_branch(cfg)
-    start["missing"], start["load_from"] = find_parameters(setup, start["meta"])
-    sources = [source.get("summary", source["path"]) for source in start["load_from"]]
-    if sources and not start["meta"]:
-        start["origin"] = ", ".join(sources)
-    start["sources"] = sources or start["meta"].get("sources", [])
+        vars(start).update(find_branch(cfg))
+
+    # The parameters that the checkpoint lacks: all of them, without one.
+    excluded = start.meta["config"].get("save_exclude", ()) if start.meta else ("*",)
+    start.missing = model.matching("save_exclude", excluded, run.table)
+    if start.missing:
+        start.load_from = open_sources(run, start.missing)
+        if start.load_from or start.meta:
+            ckpt.log_sources(start.load_from, start.missing, run.table, print0)
+    start.sources = [source.get("summary", source["path"]) for source in start.load_from]
+    if start.sources and not start.meta:
+        start.origin = ", ".join(start.sources)
+    start.sources = start.sources or start.meta.get("sources", [])
 
     # A run resumes on the same data, and from the same sources if it needs them.
-    if meta:
-        saved = {"data": meta["data"]["fingerprint"], "init_from": meta.get("sources")}
-        current = {"data": train_data["fingerprint"], "init_from": start["sources"]}
+    if resumes:
+        saved = {"data": start.meta["data"]["fingerprint"], "init_from": start.meta.get("sources")}
+        current = {"data": run.train_data["fingerprint"], "init_from": start.sources}
         errors = config.refused_changes(saved, current, cfg.allow_change)
         config.raise_if_errors(errors, f"{cfg.out_dir} holds a run from other data or parameters")
+    elif not is_training:
+        check_checkpoint(run, start)
     return start
 
 
-def load_start(setup, start, programs, state, params):
-    """(the meta of its checkpoint or {}, the initial state) that choose_start has chosen. Without a
-    loop, programs["state"] has the parameters alone.
+def choose_checkpoint(run, start):
+    """Put the checkpoint of cfg.out_dir that cfg.checkpoint names into start, see find_state. There
+    may be none if cfg.init_from gives the parameters.
     """
-    cfg = setup["cfg"]
+    cfg = run.cfg
+    if cfg.checkpoint == "latest":
+        needed_for = "" if cfg.init_from else f"mode {cfg.mode}"
+        start.meta = ckpt.newest_meta(run.root, needed_for)
+    else:
+        start.root, start.meta = ckpt.find_checkpoint(run.root, cfg.checkpoint)
+        start.step = start.meta["step"]
+    ckpt.check_is_of_run(start.root, start.meta, ["config"])
+
+
+def check_checkpoint(run, start):
+    """Raise ValueError when the result of choose_checkpoint, with init_from, is no such model."""
+    cfg, meta = run.cfg, start.meta
+    errors = config.architecture_mismatch(meta.get("config", {}), vars(cfg))
+    if meta:
+        print0(f"run {cfg.out_dir}, checkpoint {cfg.checkpoint}, of step {meta['step']}")
+        if cfg.init_from != tuple(meta["config"].get("init_from", cfg.init_from)):
+            errors.append("init_from is not used, as the run has a checkpoint; use another "
+                          "--out_dir")
+    taken = (source["take"].values() for source in start.load_from)
+    for name in sorted(start.missing.difference(*taken)):
+        errors.append(f"no source in init_from has {name}")
+    config.raise_if_errors(errors, f"mode {cfg.mode}, {start.root}")
+
+
+def load_state(run, start, state=None, params=None):
+    """(meta of its checkpoint or {}, the state) that find_state has found. Where
+    run.programs["state"] has only parameters, so has the state.
+    """
+    cfg, like, init = run.cfg, run.programs["state"], run.programs["init"]
     key = jax.random.key(cfg.seed)
-    like = programs["state"]
     if state is not None:
         shardings = jax.tree.map(lambda x: x.sharding, like)
         given = {name: state[name] for name in like}
         return {}, jax.device_put(given, shardings, may_alias=False)
     if params is not None:
-        params = place_params(params, like["params"])
-        return {}, programs["init"](key, params=params)
+        return {}, init(key, params=place_params(params, like["params"]))
 
     # The parameters that no checkpoint of this run has.
     initial = {}
-    if start["missing"]:
-        loaded = ckpt.load_parameters(start["load_from"], like["params"])
-        initial = programs["init"](key, params=loaded)
-    meta, root = start["meta"], start["root"]
-    if not meta:
+    if start.missing:
+        loaded = ckpt.load_parameters(start.load_from, like["params"])
+        initial = init(key, params=loaded)
+    if not start.meta:
         return {}, initial
     # The checkpoint, with the arrays that it lacks: parameters, and the scale of a new float16.
     if "scale" in like:
         shardings = jax.tree.map(lambda x: x.sharding, like["scale"])
         initial |= {"scale": jax.device_put(steplib.init_loss_scale(), shardings)}
-    drops_unknown = "state" in cfg.allow_change
-    step, state = ckpt.restore_run(
-        root, meta, like, initial, start["missing"], start["step"], drops_unknown, print0)
-    return ckpt.read_meta(root, step), state  # an older one, where the newest is corrupted
+    step, state = ckpt.restore_run(start.root, start.meta, like, initial, start.missing, start.step,
+                                   "state" in cfg.allow_change, print0)
+    return ckpt.read_meta(start.root, step), state  # an older one, where the newest is corrupted
+
+
+def open_sources(run, wanted=None):
+    """The sources of cfg.init_from for the task; see ckpt.open_sources."""
+    cfg, task = run.cfg, run.task
+    return ckpt.open_sources(
+        cfg.init_from, {name: row["shape"] for name, row in run.table.items()},
+        open_weights=lambda path: task["open_weights"](path, cfg),
+        expected_names=lambda saved: task["init_names"](run.table, saved, cfg),
+        find_mismatches=lambda meta: config.architecture_mismatch(
+            meta.get("config", {}), vars(cfg)),
+        select=partial(model.matching, "init_from"), wanted=wanted)
+
+
+def place_params(params, like):
+    """Copies of given parameters {name: array}, in the dtypes and shardings of `like`. Raises
+    ValueError for names, shapes and dtypes that the model does not have.
+    """
+    given = {name: x.shape for name, x in params.items()
+             if jax.numpy.issubdtype(x.dtype, np.floating)}
+    expected = {name: x.shape for name, x in like.items()}
+    if given != expected:
+        wrong = sorted(given.items() ^ expected.items())
+        raise ValueError(f"the given parameters: must be floats with the names and shapes of the "
+                         f"model; not so: {wrong}")
+    return {name: jax.device_put(params[name].astype(x.dtype), x.sharding, may_alias=False)
+            for name, x in like.items()}
 
 
 # ---- progress in checkpoints
 
 
-def describe_progress(run, progress):
+def describe_progress(run):
     """The progress in a checkpoint, for restore_progress."""
+    progress = run.progress
     return {
-        "last_done": progress["last_done"],
-        "last_done_s": progress["last_done_s"],
-        "requests": sorted(progress["requests"]),
-        "last_metrics": progress["last_metrics"],
-        "since_log": progress["since_log"],
-        "validation": run["validation"],
-        "time_s": time_by_bucket(progress["timers"]),
+        "last_done": progress.last_done,
+        "last_done_s": progress.last_done_s,
+        "requests": sorted(progress.requests),
+        "last_metrics": progress.last_metrics,
+        "since_log": progress.since_log,
+        "validation": run.validation,
+        "time_s": time_by_bucket(progress.timers),
     }
 
 
-def restore_progress(progress, step, meta, validation):
+def restore_progress(run, meta):
     """Continue the progress of earlier launches. meta: of the checkpoint that the run begins with,
-    or {}. validation: of describe_validation.
+    or {}.
     """
+    progress = run.progress
     if meta:
         saved = meta["progress"]
-        progress["saved_step"] = step
-        progress["last_done"] = saved["last_done"]
-        progress["last_done_s"] = saved.get("last_done_s", {})  # earlier versions wrote none
-        progress["earlier_s"] = sum(saved["time_s"].values())
-        progress["requests"].update(saved["requests"])
+        progress.saved_step = run.first_step
+        progress.last_done = saved["last_done"]
+        progress.last_done_s = saved.get("last_done_s", {})  # earlier versions wrote none
+        progress.earlier_s = sum(saved["time_s"].values())
+        progress.requests.update(saved["requests"])
         # What was measured on other validation data no longer counts.
-        if saved["validation"] == validation:
-            progress["last_metrics"] = saved["last_metrics"]
+        if saved["validation"] == run.validation:
+            progress.last_metrics = saved["last_metrics"]
         else:
             print0("the validation data or its size has changed: the best loss begins again")
-            progress["last_done"].pop("eval", None)
-            progress["last_done_s"].pop("eval", None)
+            progress.last_done.pop("eval", None)
+            progress.last_done_s.pop("eval", None)
         for bucket, seconds in saved["time_s"].items():
-            progress["timers"]["seconds"][bucket] += seconds
+            progress.timers["seconds"][bucket] += seconds
         for name, (total, count) in saved["since_log"].items():
-            progress["since_log"][name] = (np.float64(total), count)
-    begin_rates(progress["timers"], step)
+            progress.since_log[name] = (np.float64(total), count)
+    begin_rates(progress.timers, run.first_step)
 
 
-def mark_done(progress, event, step):
-    """Note that an event is done at this step. An earlier checkpoint of the step lacks it."""
-    progress["last_done"][event] = step
-    progress["last_done_s"][event] = seconds_of_run(progress)
-    progress["saved_step"] = None
+def mark_done(run, event, step):
+    """Note that an event is done at this step. A checkpoint of this step without the note no longer
+    counts as saved.
+    """
+    progress = run.progress
+    progress.last_done[event] = step
+    progress.last_done_s[event] = seconds_of_run(progress)
+    progress.saved_step = None
 
 
 def seconds_of_run(progress):
     """Seconds of all launches up to the newest poll_requests, equal in all processes."""
-    return progress["earlier_s"] + progress["polled"]["elapsed_s"]
+    return progress.earlier_s + progress.polled["elapsed_s"]
 
 
-def is_finished(cfg, meta, validation):
+def is_finished(run, meta):
     """Whether nothing is left to do after the checkpoint with this meta. Other validation data is
-    evaluated. validation: of describe_validation.
+    evaluated.
     """
-    last_done = meta["progress"]["last_done"]
-    at_end = [event for event, intervals in event_intervals(cfg).items() if "end" in intervals]
-    is_done = all(last_done.get(event) == cfg.steps for event in at_end)
-    is_evaluated = meta["progress"]["validation"] == validation
-    return meta["step"] > cfg.steps or (is_done and is_evaluated)
+    last_done, n_steps = meta["progress"]["last_done"], run.cfg.steps
+    at_end = [event for event, intervals in event_intervals(run.cfg).items() if "end" in intervals]
+    is_done = all(last_done.get(event) == n_steps for event in at_end)
+    is_evaluated = meta["progress"]["validation"] == run.validation
+    return meta["step"] > n_steps or (is_done and is_evaluated)
 
 
-def summary_of_finished(setup, meta):
+def summary_of_finished(run, meta):
     """The summary of a run that is already finished: its newest metrics, and its checkpoint."""
     step = meta["step"]
-    print0(f"{setup['cfg'].out_dir} is finished, at step {step}. To train further: more --steps or "
+    print0(f"{run.cfg.out_dir} is finished, at step {step}. To train further: more --steps or "
            "--epochs; from an earlier step: --branch_from DIR@STEP. To start again: --resume "
            "overwrite, or another --out_dir. To export it: --mode export --export DIR")
     return meta["progress"]["last_metrics"] | {
         "step": step, "exit_code": 0, "reason": "already finished",
-        "checkpoint": ckpt.step_path(setup["root"], step)}
+        "checkpoint": ckpt.step_path(run.root, step)}
 
 
 # ---- evaluation and end
 
 
-def run_validation(run, state, step, progress):
+def run_validation(run, state, step):
     """Evaluate the validation data, and log it. Return False if a stop has ended it before that."""
-    if not run["val_data"]:
+    progress = run.progress
+    if not run.val_data:
         return True
-    timers, last_metrics = progress["timers"], progress["last_metrics"]
+    timers, last_metrics = progress.timers, progress.last_metrics
     with timed(timers, "data"):
-        val_data = val_data_at(run, step, progress)
+        val_data = val_data_at(run, step)
     if not val_data:
         return False
     planned = {"step": step, "n_batches": sum(eval_batches(run, val_data).values()),
                "params": state["params"]}
-    planned = run_before_hooks(run, "eval", planned)
+    planned = emit_before(run, "eval", planned)
     if planned["skip"]:
         return True
     with timed(timers, "compile"):
-        run["programs"]["compile_eval"]()
+        run.programs["compile_eval"]()
 
     def stopped():  # called once per batch
-        restart_watchdog(run["cfg"])
+        restart_watchdog(run.cfg)
         return signal_received(progress)
 
     with timed(timers, "eval"):
-        metrics = evaluate(run, val_data, run["programs"]["eval_step"], planned["params"], stopped)
+        metrics = evaluate(run, val_data, run.programs["eval_step"], planned["params"], stopped)
         if not metrics:
             return False
-        row = run["log_event"]("eval", {"step": step} | metrics)
+        row = emit(run, "eval", {"step": step} | metrics)
     values = numbers(row)
     for name, value in values.items():
         if name != "step" and not name.startswith("eval_"):
             last_metrics[name] = value
     last_metrics["val_step"] = step
-    is_best = note_best(run["cfg"], step, last_metrics, values)
+    is_best = note_best(run.cfg, step, last_metrics, values)
     # Optional: best checkpoint.
-    if is_best and run["cfg"].keep_best:
-        save_state(run, state, step, progress, "best", kind="best")
+    if is_best and run.cfg.keep_best:
+        save_state(run, state, step, "best", kind="best")
     return True
 
 
@@ -1118,32 +1152,32 @@ def note_best(cfg, step, last_metrics, values):
     return True
 
 
-def eval_batches(setup, val_data):
+def eval_batches(run, val_data):
     """{name of a validation set: number of batches} of an evaluation."""
-    cfg = evaluation_of(setup)["cfg"]
+    cfg = evaluation_of(run)["cfg"]
     return {name: data.n_eval_batches(source["n"], cfg.batch_size, cfg.eval_batches)
             for name, source in val_data.items()}
 
 
-def describe_validation(setup, val_data):
+def describe_validation(run, val_data):
     """The data of an evaluation, {name of a set: [fingerprint, number of examples]}; {} for data
     that changes from step to step.
     """
     if "source_at" in val_data.get("", {}):
         return {}
-    batch_size = evaluation_of(setup)["cfg"].batch_size
+    batch_size = evaluation_of(run)["cfg"].batch_size
     return {name: [val_data[name].get("fingerprint"), min(n * batch_size, val_data[name]["n"])]
-            for name, n in eval_batches(setup, val_data).items()}
+            for name, n in eval_batches(run, val_data).items()}
 
 
-def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
+def evaluate(run, val_data, eval_step, params, stopped=lambda: False):
     """{"val_METRIC"}: the means of the loss's sums over all validation sets, and the metrics of the
     task; for sets with names also "val_METRIC/NAME"; with duration and speed. {} once stopped().
     """
     began = time.perf_counter()
-    eval_setup = setup | evaluation_of(setup)
-    cfg, task = eval_setup["cfg"], setup["task"]
-    n_batches = eval_batches(setup, val_data)
+    eval_run = changed_run(run, **evaluation_of(run))
+    cfg, task = eval_run.cfg, run.task
+    n_batches = eval_batches(run, val_data)
 
     def eval_with_hooks(name, params, batch):
         bar.update()
@@ -1151,15 +1185,15 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
         # Optional: values per example.
         if cfg.examples_file:
             row["sums"], row["examples"] = row["sums"]
-        return run_hooks(setup["hooks"], "eval_batch", row)["sums"]
+        return emit(run, "eval_batch", row)["sums"]
 
     # The sums of each set.
     sums_of = {}
     with eval_bar(sum(n_batches.values())) as bar:
         for name, source in val_data.items():
             sized = source | {"batch": partial(source["batch"], batch_size=cfg.batch_size)}
-            prefetched = data.prefetch(make_batch_at(eval_setup, sized), 0, n_batches[name])
-            batches = (run_hooks(setup["hooks"], "val_data", batch) for batch, _ in prefetched)
+            prefetched = data.prefetch(make_batch_at(eval_run, sized), 0, n_batches[name])
+            batches = (emit(run, "val_data", batch) for batch, _ in prefetched)
             sums_of[name] = steplib.evaluate(
                 partial(eval_with_hooks, name), params, batches, stopped)
             if sums_of[name] is None:
@@ -1169,7 +1203,7 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     sums_of[""] = jax.tree.map(lambda *values: sum(values), *sums_of.values())
     row = {}
     for name, sums in sums_of.items():
-        values = metric_means(sums)
+        values = steplib.means(sums)
         values |= task["metrics"](values, val_data.get(name, {}))
         values["n_labels"] = int(values["n_labels"])
         suffix = f"/{name}" if name else ""
@@ -1181,36 +1215,37 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     units_per_s = n_units / max(row["eval_s"], 1e-9)
     row[f"eval_{task['unit']}s_per_s"] = units_per_s
     if task["flops"]:  # forward is a third of the training of all weights
-        means = metric_means(sums_of[""])
+        means = steplib.means(sums_of[""])
         flops, _ = task["flops"](means, dataclasses.replace(cfg, freeze=()))
         row["eval_tflops_per_device"] = flops / 3 * units_per_s / jax.device_count() / 1e12
     return row
 
 
-def end_run(run, state, step, progress, stop):
+def end_run(run, state, step, stop):
     """Log "stop", and "end" with the newest metrics. Return the summary. stop: of stop_reason."""
-    cfg, timers = run["cfg"], progress["timers"]
+    progress = run.progress
+    cfg, timers = run.cfg, progress.timers
     with timed(timers, "save"):
-        wait_for_save(run, progress)
+        wait_for_save(run)
     start_bucket(timers, "other")
 
     # The reason, with the errors of the last save and export.
     reason, exit_code = stop
-    errors = progress["save_errors"]
+    errors = progress.save_errors
     reason = "; ".join([reason, *errors.values()])
     if cfg.on_nonfinite == "skip" and int(state["skipped"]):
         reason += f"; {int(state['skipped']):,} updates were not finite, and were skipped"
     if errors:
         exit_code = 1
-    run["log_event"]("stop", {"step": step, "reason": reason})
+    emit(run, "stop", {"step": step, "reason": reason})
     if is_main() and os.path.isfile(f"{cfg.out_dir}/stop"):
         os.unlink(f"{cfg.out_dir}/stop")
 
     # The newest metrics, the time and the checkpoint.
     checkpoint = None
-    if progress["saved_step"] == step and "save" not in errors:
-        checkpoint = ckpt.step_path(run["root"], step)
-    row = progress["last_metrics"] | {
+    if progress.saved_step == step and "save" not in errors:
+        checkpoint = ckpt.step_path(run.root, step)
+    row = progress.last_metrics | {
         "step": step,
         "reason": reason,
         "exit_code": exit_code,
@@ -1218,47 +1253,69 @@ def end_run(run, state, step, progress, stop):
         "time_s": time_by_bucket(timers),
         "checkpoint": checkpoint,
     }
-    return run["log_event"]("end", row) | {"state": state, "mesh": run["mesh"]}
+    return emit(run, "end", row) | {"state": state, "mesh": run.mesh}
 
 
-# ---- log rows
+# ---- events
 
 
-# Rows of these events are for hooks alone.
-HOOK_EVENTS = ("resume", "saved", "before_save", "before_eval", "before_epoch", "before_window")
+# Events whose value is no row.
+VALUE_EVENTS = ("loss_fn", "optimizer", "train_step", "load", "data", "val_data", "eval_batch",
+                "state")
+# Events for the hooks of the user alone.
+HOOK_EVENTS = (*VALUE_EVENTS, "resume", "saved", "before_save", "before_eval", "before_epoch",
+               "before_window")
 
 
-def log_row(setup, observers, progress, event, row):
-    """Run the hooks on a row, give it to the observers, and return it. In the loop this is
-    run["log_event"](event, row). Hooks may ask for {"stop": reason} and {"request": a list of
-    events}. Once a stop is requested, no further event is.
+def call_hook(hook, event, value):
+    """The value after hook(event, value). An error names the hook and the event."""
+    try:
+        new = hook(event, value)
+        if isinstance(value, dict) and new is not None:
+            missing = sorted(value.keys() - {*new})
+            assert not missing, f"its result lacks {missing}; return None, or value | {{...}}"
+    except Exception as e:
+        function = getattr(hook, "func", hook)  # of a partial
+        name = getattr(function, "__qualname__", function)
+        e.add_note(f"in the hook {name}, at the event {event}")
+        raise
+    return value if new is None else new
+
+
+def harmless(observe):
+    """An observer as a hook that may fail: it gets a copy of each row, its result is ignored, and
+    once it has raised it is not called again.
     """
-    restart_watchdog(setup["cfg"])
-    requested = set()
-    for hook in setup["hooks"]:
-        row = run_hooks([hook], event, row)
-        requested.update(row.get("request", ()))
-    assert requested <= {*config.EVENTS}, f"hooks request {requested}: events are {config.EVENTS}"
-    if requested:
-        row = row | {"request": sorted(requested)}  # those of all hooks
-    if not progress["hook_stop"]:
-        progress["requests"] |= requested
-        progress["hook_stop"] = str(row.get("stop") or "")
-    if event not in HOOK_EVENTS:
-        notify(observers, event, row)
-    return row
+    has_failed = False
+
+    def hook(event, row):
+        nonlocal has_failed
+        if has_failed or event in HOOK_EVENTS:
+            return
+        # Also copies of the dicts within: checkpoints keep the "config" of the start row. A
+        # deepcopy would take 20 us more, at each step.
+        copied = {key: dict(x) if isinstance(x, dict) else x for key, x in row.items()}
+        try:
+            observe(event, copied)
+        except Exception as error:
+            has_failed = True
+            name = getattr(observe, "__qualname__", observe)
+            print0(f"observer {name}: at the event {event}: {error!r}; it is removed, and the run "
+                   "continues")
+
+    return hook
 
 
-def run_before_hooks(run, event, planned):
-    """Run the hooks on what is about to happen, a row. Return it with "skip": a reason not to do
-    it, which is logged, or None. The hooks of process 0 decide.
+def emit_before(run, event, planned):
+    """Emit what is about to happen, a row. Return it with "skip": a reason not to do it, which is
+    logged, or None. The hooks of process 0 decide.
     """
-    row = run["log_event"](f"before_{event}", planned)
+    row = emit(run, f"before_{event}", planned)
     # Process 0 may have hooks where others have none, such as one that forwards rows.
     reason = ckpt.broadcast_from_main(lambda: row.get("skip"))
     if reason:
         kind = planned.get("kind", event)
-        run["log_event"]("skip", {"step": row["step"], "skipped": kind, "reason": str(reason)})
+        emit(run, "skip", {"step": row["step"], "skipped": kind, "reason": str(reason)})
     return row | {"skip": reason}
 
 
@@ -1268,30 +1325,13 @@ def begin_epochs(run, step):
     """
     if step == 0 or has_passed(run, "epoch", 1, step):
         epoch = 1 + int(completed(run, "epoch", step))
-        run["log_event"]("before_epoch", {"step": step, "epoch": epoch})
+        emit(run, "before_epoch", {"step": step, "epoch": epoch})
     # Optional: training data in windows.
-    windows_begun = run["train_data"].get("windows")
+    windows_begun = run.train_data.get("windows")
     if windows_begun and (step == 0 or has_passed(run, "window", 1, step)):
         windows = windows_begun(step)
         row = {"step": step, "window": len(windows), "file": windows[-1]["name"]}
-        run["log_event"]("before_window", row)
-
-
-def notify(observers, event, row):
-    """Call each observer with the event and a copy of the row. Its result is ignored. An observer
-    that raises is removed from the list.
-    """
-    for observe in list(observers):
-        # Also copies of the dicts within: checkpoints keep the "config" of the start row. A
-        # deepcopy would take 20 us more, at each step.
-        copied = {key: dict(x) if isinstance(x, dict) else x for key, x in row.items()}
-        try:
-            observe(event, copied)
-        except Exception as error:
-            observers.remove(observe)
-            name = getattr(observe, "__qualname__", observe)
-            print0(f"observer {name}: at the event {event}: {error!r}; it is removed, and the run "
-                   "continues")
+        emit(run, "before_window", row)
 
 
 # ---- intervals
@@ -1321,79 +1361,80 @@ def completed(run, unit, step):
     """How many steps, epochs (a fraction) or windows are completed at this step."""
     if unit == "step":
         return step
-    train_data = run["train_data"]
+    train_data = run.train_data
     if unit == "window":
         return train_data["n_finished"](step) if "n_finished" in train_data else 0
     # 1e-9, since 1.2 // 0.4 is 2 in floating point
-    return step * run["cfg"].batch_size / train_data["n"] + 1e-9
+    return step * run.cfg.batch_size / train_data["n"] + 1e-9
 
 
 # ---- actions of the loop
 
 
-def wait_for_save(run, progress):
+def wait_for_save(run):
     """Wait until the pending save, if any, is committed. An error is logged."""
-    save, progress["pending_save"] = progress["pending_save"], None
+    progress = run.progress
+    save, progress.pending_save = progress.pending_save, None
     if save is None:
         return
     kind = save["kind"]
-    with log_errors(run, progress, save["step"], kind):
+    with log_errors(run, save["step"], kind):
         ckpt.wait(save["future"])
-    if kind not in progress["save_errors"]:
-        run["log_event"]("saved", {"step": save["step"], "kind": kind})
+    if kind not in progress.save_errors:
+        emit(run, "saved", {"step": save["step"], "kind": kind})
 
 
 @contextlib.contextmanager
-def log_errors(run, progress, step, kind):
-    """Log a ValueError of a save or an export instead of raising it. progress["save_errors"] keeps
+def log_errors(run, step, kind):
+    """Log a ValueError of a save or an export instead of raising it. progress.save_errors keeps
     it until a later attempt of this kind succeeds.
     """
-    progress["save_errors"].pop(kind, None)
+    run.progress.save_errors.pop(kind, None)
     try:
         yield
     except ValueError as e:
-        progress["save_errors"][kind] = str(e)
-        run["log_event"]("nonfatal_error", {"step": step, "error": str(e)})
+        run.progress.save_errors[kind] = str(e)
+        emit(run, "nonfatal_error", {"step": step, "error": str(e)})
 
 
-def save_before_error(run, state, progress):
+def save_before_error(run, state):
     """Save the steps that are done, unless they are saved, before an error ends the run. A step
     that has raised may have consumed the state. Of several processes only this one may have met the
     error, and the others would not join in the save.
     """
     if jax.process_count() > 1 or any(x.is_deleted() for x in jax.tree.leaves(state)):
         return
-    log_step(run, progress)
+    log_step(run)
     step = int(state["step"])
-    if step and progress["saved_step"] != step:
-        save_state(run, state, step, progress, "error")
-        wait_for_save(run, progress)
+    if step and run.progress.saved_step != step:
+        save_state(run, state, step, "error")
+        wait_for_save(run)
 
 
-def print_preview(run, params, step, timers):
+def print_preview(run, params, step):
     """Print samples, if the task has some. An error is logged, and training continues."""
-    if not run["task"]["sample"]:
+    if not run.task["sample"]:
         return
-    source = next(iter(run["val_data"].values()), run["train_data"])
-    with timed(timers, "other"):
+    source = next(iter(run.val_data.values()), run.train_data)
+    with timed(run.progress.timers, "other"):
         try:
             samples = sample_texts(run, params, step, source)
         except Exception as e:  # a sample is never worth losing a run
             error = f"no sample: {type(e).__name__}: {e}"
-            run["log_event"]("nonfatal_error", {"step": step, "error": error})
+            emit(run, "nonfatal_error", {"step": step, "error": error})
             return
         if samples["texts"]:
-            run["log_event"]("sample", {"step": step} | samples)
+            emit(run, "sample", {"step": step} | samples)
 
 
-def sample_texts(setup, params, step, source):
+def sample_texts(run, params, step, source):
     """What the task samples, with a random key of the seed and the step: {"texts", "prompts": the
     beginning of each text, which the model was given}, and if the samples have them "rewards", with
     their mean in "sample_reward". source: data to begin with, or None.
     """
-    key = jax.random.fold_in(jax.random.key(setup["cfg"].seed), step)
-    with jax.set_mesh(setup["mesh"]):
-        samples = setup["task"]["sample"](params, key, source, setup["cfg"])
+    key = jax.random.fold_in(jax.random.key(run.cfg.seed), step)
+    with jax.set_mesh(run.mesh):
+        samples = run.task["sample"](params, key, source, run.cfg)
     row = {"texts": [sample["prompt"] + sample["text"] for sample in samples],
            "prompts": [sample["prompt"] for sample in samples]}
     rewards = [sample["reward"] for sample in samples if "reward" in sample]
@@ -1402,92 +1443,18 @@ def sample_texts(setup, params, step, source):
     return row
 
 
-# ---- the initial state
+# ---- sums of metrics
 
 
-def print_changes(meta, description):
-    """Print in what the machine differs from that of the checkpoint with this meta, or {}."""
-    changes = []
-    for part in ("versions", "machine", "mesh"):
-        changes += config.differences(meta.get(part, {}), description[part])
-    if changes:
-        print0(f"since the checkpoint: {'; '.join(changes)}. The run continues, but agrees with an "
-               "unchanged one only up to rounding")
-
-
-def find_parameters(setup, meta):
-    """(names of the parameters that the checkpoint of `meta` lacks: all, without a checkpoint; the
-    sources of init_from to load them from). Prints the source of each.
+def add_sums(since_log, sums):
+    """{name: (sum, count)} of a step in float64, so that those of a resumed run, which begin with
+    the checkpoint's, are bit-identical; added to those since the last log row.
     """
-    table = setup["table"]
-    excluded = meta["config"].get("save_exclude", ()) if meta else ("*",)
-    missing = model.matching("save_exclude", excluded, table)
-    if not missing:
-        return missing, []
-    sources = open_sources(setup, missing)
-    if sources or meta:
-        ckpt.log_sources(sources, missing, table, print0)
-    return missing, sources
-
-
-def open_sources(setup, wanted=None):
-    """The sources of cfg.init_from for the task; see ckpt.open_sources."""
-    cfg, task, table = setup["cfg"], setup["task"], setup["table"]
-    return ckpt.open_sources(
-        cfg.init_from, {name: row["shape"] for name, row in table.items()},
-        open_weights=lambda path: task["open_weights"](path, cfg),
-        expected_names=lambda saved: task["init_names"](table, saved, cfg),
-        find_mismatches=lambda meta: config.architecture_mismatch(
-            meta.get("config", {}), vars(cfg)),
-        select=partial(model.matching, "init_from"), wanted=wanted)
-
-
-def place_params(params, like):
-    """Copies of given parameters {name: array}, in the dtypes and shardings of `like`. Raises
-    ValueError for names, shapes and dtypes that the model does not have.
-    """
-    given = {name: x.shape for name, x in params.items()
-             if jax.numpy.issubdtype(x.dtype, np.floating)}
-    expected = {name: x.shape for name, x in like.items()}
-    if given != expected:
-        wrong = sorted(given.items() ^ expected.items())
-        raise ValueError(f"the given parameters: must be floats with the names and shapes of the "
-                         f"model; not so: {wrong}")
-    return {name: jax.device_put(params[name].astype(x.dtype), x.sharding, may_alias=False)
-            for name, x in like.items()}
-
-
-# ---- means of metrics
-
-
-def add_sums(since_log, metrics):
-    """{name: (sum, count)} from the metrics of a step, which are means and "counts"; added to those
-    since the last log row. Sums are in float64, so that those of a resumed run, which begin with
-    the checkpoint's, are bit-identical.
-    """
-    sums = {}
-    for name, count in metrics.get("counts", {}).items():  # a hook's train_step may give none
-        total, count = np.float64(metrics[name]) * (count or 1), float(count)
-        sums[name] = total, count
+    found = {name: (np.float64(total), float(count)) for name, (total, count) in sums.items()}
+    for name, (total, count) in found.items():
         total_before, count_before = since_log.get(name, (0.0, 0.0))
         since_log[name] = total_before + total, count_before + count
-    return sums
-
-
-def metric_means(sums):
-    """{name: mean} of {name: (sum, count)}, and "n_labels", the count of the loss. A sum with count
-    0 is kept as it is; but if there was no label at all, a scalar becomes NaN.
-    """
-    if not sums:
-        return {}
-    _, n_labels = sums.get("loss", sums.get("objective"))
-    means = {"n_labels": float(n_labels)}
-    for name, (total, count) in sums.items():
-        if count:
-            means[name] = total / count
-        else:
-            means[name] = total if n_labels or np.ndim(total) else np.nan
-    return means
+    return found
 
 
 # ---- where the time goes
@@ -1528,9 +1495,9 @@ def begin_rates(timers, step):
     timers["logged"] = time_by_bucket(timers)
 
 
-def throughput(run, step, timers, means):
+def throughput(run, step, means):
     """Progress, speed and memory for a log row. means: of the row, for the FLOPs."""
-    cfg, task = run["cfg"], run["task"]
+    cfg, task, timers = run.cfg, run.task, run.progress.timers
     unit, units_per_step = task["unit"], task["units_per_step"](cfg)
 
     # Since the last log row.
@@ -1548,7 +1515,7 @@ def throughput(run, step, timers, means):
     row = {
         f"{unit}s": step * units_per_step,  # in all steps so far
         f"{unit}s_per_s": units_per_s,  # since the last log row: size of a batch / step_s
-        "epoch": step * cfg.batch_size / run["train_data"]["n"],  # examples seen / number of them
+        "epoch": step * cfg.batch_size / run.train_data["n"],  # examples seen / number of them
         "step_s": all_s / n_steps,  # wall time of a step, with its wait for data
         "data_wait_s": data_s / n_steps,  # seconds in which the device had no batch
         "goodput": seconds["step"] / sum(seconds.values()),  # fraction of the time, all launches
@@ -1571,43 +1538,44 @@ def signal_received(progress):
     """Whether a signal came, after which the loop saves and skips everything else. Several
     processes have to agree on a stop first.
     """
-    return jax.process_count() == 1 and bool(progress["signal"])
+    return jax.process_count() == 1 and bool(progress.signal)
 
 
-def poll_requests(run, step, progress, is_waiting=False):
-    """Poll the requests into progress["polled"]. Return the reason to stop, as stop_reason does.
+def poll_requests(run, step, is_waiting=False):
+    """Poll the requests into progress.polled. Return the reason to stop, as stop_reason does.
     is_waiting: during a wait for data.
 
     Several processes exchange their requests only at multiples of log_every; in between, the
     previous answer applies. During a wait for data they cannot agree, and continue to wait.
     """
-    cfg = run["cfg"]
+    progress = run.progress
+    cfg = run.cfg
     restart_watchdog(cfg)
     several = jax.process_count() > 1
     if several and is_waiting:
         return None
     if several and step % (cfg.log_every or 10):
-        progress["polled"] = progress["polled"] | {"events": []}
-        return stop_reason(run, step, progress)
+        progress.polled = progress.polled | {"events": []}
+        return stop_reason(run, step)
 
     # The file out_dir/save. Process 0 deletes it for all.
     save_file = f"{cfg.out_dir}/save"
     if is_main() and os.path.isfile(save_file):
         Path(save_file).unlink(missing_ok=True)
-        progress["requests"].add("save")
+        progress.requests.add("save")
     # A signal, the file out_dir/stop, or a hook, after the events that hooks have requested.
-    events = sorted(progress["requests"])
-    stop = progress["signal"]
+    events = sorted(progress.requests)
+    stop = progress.signal
     if not stop and os.path.isfile(f"{cfg.out_dir}/stop"):
         stop = f"{cfg.out_dir}/stop exists"
     if not stop and (is_waiting or not events):
-        stop = progress["hook_stop"]
-    elapsed_s = time.perf_counter() - progress["timers"]["launched"]
-    progress["polled"] = {"elapsed_s": elapsed_s, "stop": stop, "events": events}
+        stop = progress.hook_stop
+    elapsed_s = time.perf_counter() - progress.timers["launched"]
+    progress.polled = {"elapsed_s": elapsed_s, "stop": stop, "events": events}
     # Optional: several processes.
     if several:
-        progress["polled"] = merge_requests(progress["polled"])
-    return stop_reason(run, step, progress)
+        progress.polled = merge_requests(progress.polled)
+    return stop_reason(run, step)
 
 
 # ---- signals
@@ -1616,7 +1584,7 @@ def poll_requests(run, step, progress, is_waiting=False):
 @contextlib.contextmanager
 def catch_signals(progress):
     """Put the name of the first SIGINT, SIGTERM or SIGHUP (unless nohup ignores that) into
-    progress["signal"]. Until progress["in_loop"] is set, when there is something to save, a signal
+    progress.signal. Until progress.in_loop is set, when there is something to save, a signal
     raises KeyboardInterrupt. A second signal ends the process. SIGUSR1 requests a save.
     """
     first_at = 0.0
@@ -1625,13 +1593,13 @@ def catch_signals(progress):
         nonlocal first_at
         name = signal.Signals(number).name
         if number == signal.SIGUSR1:
-            progress["requests"].add("save")
-        elif not progress["in_loop"]:
-            progress.update(signal=name)  # JAX may lose the exception: then the loop stops
+            progress.requests.add("save")
+        elif not progress.in_loop:
+            # JAX may lose the exception: then the loop stops.
+            progress.signal = name
             raise KeyboardInterrupt(name)
-        elif not progress["signal"]:
-            progress["signal"] = name
-            first_at = time.monotonic()
+        elif not progress.signal:
+            progress.signal, first_at = name, time.monotonic()
             print_stderr(f"{name}: finishing the step and saving; again to end at once")
         elif time.monotonic() - first_at > 1:  # `timeout` sends two at once
             print_stderr(f"{name} again: ending at once")
@@ -1768,12 +1736,12 @@ def numbers(row):
 # An observer is a function of (event, row). The function that makes it takes the config. Observers
 # cannot change the run. `OBSERVERS` lists those of process 0.
 def make_observers(cfg):
-    """The observers of this process."""
+    """The observers of this process, as hooks."""
     makers = [*OBSERVERS, *(TRACKERS[name] for name in cfg.track)]
     if not is_main():
         # Optional: logs of all processes.
         makers = [trace_profile, log_of_process] if cfg.log_all_processes else []
-    return [make(cfg) for make in makers]
+    return [harmless(make(cfg)) for make in makers]
 
 
 def jsonl(cfg):
@@ -1971,9 +1939,9 @@ def print_changed_flags(cfg):
     print0(f"config: {' '.join(flags)}")
 
 
-def run_summary(setup):
+def run_summary(run):
     """What would run, and on what, in two lines."""
-    cfg, mesh, task, table = setup["cfg"], setup["mesh"], setup["task"], setup["table"]
+    cfg, mesh, task, table = run.cfg, run.mesh, run.task, run.table
     n_params = sum(math.prod(row["shape"]) for row in table.values())
     device_kind = mesh.devices.flat[0].device_kind
     axes = " ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
@@ -2009,9 +1977,19 @@ def mark_labels(pieces):
     return "".join(marked)
 
 
-def describe_run(setup, programs, start):
-    """What runs, and on what, for the start event and every checkpoint. start: of choose_start."""
-    cfg, task = setup["cfg"], setup["task"]
+def print_changes(meta, description):
+    """Print in what the machine differs from that of the checkpoint with this meta, or {}."""
+    changes = []
+    for part in ("versions", "machine", "mesh"):
+        changes += config.differences(meta.get(part, {}), description[part])
+    if changes:
+        print0(f"since the checkpoint: {'; '.join(changes)}. The run continues, but agrees with an "
+               "unchanged one only up to rounding")
+
+
+def describe_run(run, start):
+    """What runs, and on what, for the start event and every checkpoint. start: of find_state."""
+    cfg, task = run.cfg, run.task
     unit = task["unit"]
     device = jax.devices()[0]
     packages = ("jax", "jaxlib", "numpy", "optax", "tensorstore")
@@ -2021,12 +1999,12 @@ def describe_run(setup, programs, start):
         "processes": jax.process_count(),
         "unit": unit,
         f"{unit}s_per_step": task["units_per_step"](cfg),
-        "n_params": sum(math.prod(row["shape"]) for row in setup["table"].values()),
-        "memory_bytes_per_device": programs["memory"],
+        "n_params": sum(math.prod(row["shape"]) for row in run.table.values()),
+        "memory_bytes_per_device": run.programs["memory"],
         "config": dataclasses.asdict(cfg),
-        "mesh": dict(setup["mesh"].shape),
-        "sources": start["sources"],
-        "run_id": start["run_id"],
+        "mesh": dict(run.mesh.shape),
+        "sources": start.sources,
+        "run_id": start.run_id,
         "machine": steplib.describe_machine(device) | {
             "device": device.device_kind, "xla_flags": os.environ.get("XLA_FLAGS", "")},
         "versions": versions | {"python": sys.version.split()[0]},
@@ -2118,20 +2096,20 @@ def write_rows(cfg, given):
 # ---- best checkpoint
 
 
-def restore_best(setup, step, last_metrics, validation):
-    """Put the best value and its step into last_metrics: with keep_best those of the best
+def restore_best(run):
+    """Put the best value and its step into progress.last_metrics: with keep_best those of the best
     checkpoint, if it is of this metric and this validation data. One of a later step, which the run
     will repeat, is deleted.
     """
-    cfg = setup["cfg"]
+    cfg, last_metrics = run.cfg, run.progress.last_metrics
     kept = dict(last_metrics)
     if cfg.keep_best:
-        root = ckpt.roots(setup["root"])["best"]
+        root = ckpt.roots(run.root)["best"]
         if is_main():
-            ckpt.delete_after(root, step, print0)
-        _, meta = ckpt.newest_meta(root)
+            ckpt.delete_after(root, run.first_step, print0)
+        meta = ckpt.newest_meta(root)
         saved = meta.get("progress", {})
-        kept = saved["last_metrics"] if saved.get("validation") == validation else {}
+        kept = saved["last_metrics"] if saved.get("validation") == run.validation else {}
     earlier = [name for name in last_metrics if name.startswith("best_")]
     for name in earlier:
         del last_metrics[name]
@@ -2147,9 +2125,9 @@ def restore_best(setup, step, last_metrics, validation):
 
 
 def find_branch(cfg):
-    """The checkpoint of another run that cfg.branch_from names, as choose_start returns it."""
+    """The checkpoint of another run that cfg.branch_from names, as find_state returns it."""
     folder, step = config.parse_branch(cfg.branch_from)
-    root, _, meta = ckpt.find_checkpoint(
+    root, meta = ckpt.find_checkpoint(
         ckpt.root_of(folder), str(step), f"branch_from {folder}, step")
     ckpt.check_is_of_run(root, meta)
     if step >= cfg.steps:
@@ -2162,17 +2140,17 @@ def find_branch(cfg):
 # ---- validation data that comes later
 
 
-def val_data_at(run, step, progress):
+def val_data_at(run, step):
     """The validation data at `step`, which may have to come; {} without any, or once a stop is
     requested.
     """
-    source_at = run["val_data"].get("", {}).get("source_at")
+    source_at = run.val_data.get("", {}).get("source_at")
     if not source_at:
-        return run["val_data"]
+        return run.val_data
     found = data.prefetch(
         source_at, step, step + 1,
-        stopped=lambda: poll_requests(run, step, progress, is_waiting=True),
-        on_late=lambda i: run["log_event"]("out_of_data", {"step": i}))
+        stopped=lambda: poll_requests(run, step, is_waiting=True),
+        on_late=lambda i: emit(run, "out_of_data", {"step": i}))
     sources = [source for source, _ in found]
     return {"": sources[0]} if any(sources) else {}
 
@@ -2180,30 +2158,30 @@ def val_data_at(run, step, progress):
 # ---- exports during a run
 
 
-def export(run, params, step, progress):
+def export(run, params, step):
     """Export the parameters. An error of the disk is logged, and training continues."""
     began = time.perf_counter()
-    with timed(progress["timers"], "other"), log_errors(run, progress, step, "export"):
-        run["task"]["export"](params, run["cfg"])
-        run["log_event"]("export", {"step": step, "folder": run["cfg"].export,
-                                    "export_s": time.perf_counter() - began})
+    with timed(run.progress.timers, "other"), log_errors(run, step, "export"):
+        run.task["export"](params, run.cfg)
+        emit(run, "export", {"step": step, "folder": run.cfg.export,
+                                "export_s": time.perf_counter() - began})
 
 
 # ---- dynamic sources of parameters
 
 
-def reload_params(run, state, step, timers):
+def reload_params(run, state, step):
     """state with the newest parameters of the dynamic sources; step and moments stay. A source that
     cannot be read is logged, and training continues.
     """
-    with timed(timers, "other"):
+    with timed(run.progress.timers, "other"):
         try:
             dynamic = [source for source in open_sources(run) if source["dynamic"]]
-            params = ckpt.load_parameters(dynamic, run["programs"]["state"]["params"])
+            params = ckpt.load_parameters(dynamic, run.programs["state"]["params"])
         except ValueError as e:
-            run["log_event"]("nonfatal_error", {"step": step, "error": f"reload: {e}"})
+            emit(run, "nonfatal_error", {"step": step, "error": f"reload: {e}"})
             return state
-        run["log_event"]("reload", {"step": step, "names": sorted(params)})
+        emit(run, "reload", {"step": step, "names": sorted(params)})
     return state | {"params": state["params"] | params}
 
 
@@ -2374,10 +2352,10 @@ def open_adapter(path, cfg):
 # ---- modes without a loop
 
 
-def run_mode(cfg, task, hooks, state, params):
+def run_mode(cfg, task, hooks, progress, state, params):
     """Do what cfg.mode says, unless that is to train. Return the summary."""
     if cfg.mode in ("eval", "sample", "export"):
-        return run_saved(cfg, task, hooks, state, params)
+        return run_saved(setup_run(cfg, task, hooks=hooks, progress=progress), state, params)
     if state is not None or params is not None:
         raise ValueError(f"mode {cfg.mode}: uses no state and no params; leave them out")
     if cfg.mode == "plan":
@@ -2396,16 +2374,13 @@ def write_samples(path, samples):
             file.write(ckpt.json_line(sample) + "\n")
 
 
-def run_saved(cfg, task, hooks, state=None, params=None):
-    """Evaluate, sample or export, as cfg.mode says; the summary. An evaluation gives hooks the
-    events of one in a run; in the other modes those that replace the loss have an effect.
+def run_saved(run, state=None, params=None):
+    """Evaluate, sample or export, as cfg.mode says; the summary. An evaluation emits the events of
+    one in a run; in the other modes hooks that replace the loss have an effect.
     """
     # Find the parameters, and check that they fit what is to be done.
-    setup = setup_run(cfg, task, hooks=hooks)
-    cfg, task = setup["cfg"], setup["task"]
-    start = {"meta": {}}
-    if state is None and params is None:
-        start = find_saved(setup)
+    cfg, task = run.cfg, run.task
+    start = find_state(run, state, params)
     if cfg.mode == "sample" and not task["sample"]:
         raise ValueError("mode sample: this task has no samples")
     if cfg.mode == "eval":
@@ -2414,37 +2389,35 @@ def run_saved(cfg, task, hooks, state=None, params=None):
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves no data; set --val_data")
         # Optional: values per example.
         if cfg.examples_file:
-            setup = setup | {"hooks": (*hooks, examples_writer(cfg, task["loss"], val_data))}
+            run.hooks = (*run.hooks, examples_writer(cfg, task["loss"], val_data))
 
     # Compile, and check that everything fits into memory.
-    with steplib.explain_oom(partial(memory_advice, setup)):
-        cost = count_programs(setup)
-        steplib.check_peaks(cost, setup["mesh"])
+    cost = estimate(run)
+    if not cost["fits"]:
+        raise ValueError(cost["error"])
 
-    step, params = load_saved(setup, start, state, params)
+    step, params = load_saved(run, start, state, params)
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
-        # Give hooks what an evaluation in a run gives them: their saved state, and the parameters.
-        hooks = setup["hooks"]
-        params = run_hooks(hooks, "load", {"step": step, "params": params})["params"]
-        run_hooks(hooks, "start", {"step": step, "config": dataclasses.asdict(cfg),
-                                   "validation": describe_validation(setup, val_data)})
-        if start["meta"]:
+        params = emit(run, "load", {"step": step, "params": params})["params"]
+        emit(run, "start", {"step": step, "config": dataclasses.asdict(cfg),
+                            "validation": describe_validation(run, val_data)})
+        if start.meta:
             # A checkpoint of a program of its own may lack the state of hooks.
-            saved_state = start["meta"].get("hooks", {})
-            run_hooks(hooks, "resume", {"step": step, "hooks": saved_state, "root": start["root"]})
-        n_batches = sum(eval_batches(setup, val_data).values())
+            saved_state = start.meta.get("hooks", {})
+            emit(run, "resume", {"step": step, "hooks": saved_state, "root": start.root})
+        n_batches = sum(eval_batches(run, val_data).values())
         planned = {"step": step, "n_batches": n_batches, "params": params}
-        params = run_hooks(hooks, "before_eval", planned)["params"]
-        summary |= evaluate(setup, val_data, cost["programs"]["evaluation"], params)
-        summary = run_hooks(hooks, "end", summary)
+        params = emit(run, "before_eval", planned)["params"]
+        summary |= evaluate(run, val_data, cost["programs"]["evaluation"], params)
+        summary = emit(run, "end", summary)
         print_eval_row(summary)
         print0(ckpt.json_line(summary))
     elif cfg.mode == "export":
         task["export"](params, cfg)
         print0(f"exported step {step} to {cfg.export}")
     else:
-        summary |= sample_texts(setup, params, 0, None)
+        summary |= sample_texts(run, params, 0, None)
         print_samples(summary)
         if cfg.samples_file and is_main():
             write_samples(cfg.samples_file, summary)
@@ -2452,45 +2425,20 @@ def run_saved(cfg, task, hooks, state=None, params=None):
 
 
 def load_run(cfg, task=TEXT, hooks=()):
-    """(setup, step, params) of the checkpoint of cfg.out_dir that cfg.checkpoint names, or of
+    """(run, step, params) of the checkpoint of cfg.out_dir that cfg.checkpoint names, or of
     cfg.init_from if out_dir has no run. For programs that use a model, such as
     tests/recipes/chat.py.
     """
     cfg, hooks = prepare(cfg, hooks)
-    setup = setup_run(cfg, task, hooks=hooks)
-    return setup, *load_saved(setup, find_saved(setup))
+    run = setup_run(cfg, task, hooks=hooks)
+    return run, *load_saved(run, find_state(run))
 
 
-def find_saved(setup):
-    """Find the parameters that a mode without a loop uses: those of the checkpoint of cfg.out_dir
-    that cfg.checkpoint names, or those of cfg.init_from. Return the keys of choose_start that
-    load_start reads.
-    """
-    cfg, root, step = setup["cfg"], setup["root"], None
-    if cfg.checkpoint == "latest":
-        needed_for = "" if cfg.init_from else f"mode {cfg.mode}"
-        _, meta = ckpt.newest_run_meta(root, needed_for)
-    else:
-        root, step, meta = ckpt.find_checkpoint(root, cfg.checkpoint)
-    ckpt.check_is_of_run(root, meta, ["config"])
-    missing, load_from = find_parameters(setup, meta)
-    errors = config.architecture_mismatch(meta.get("config", {}), vars(cfg))
-    if meta:
-        print0(f"run {cfg.out_dir}, checkpoint {cfg.checkpoint}, of step {meta['step']}")
-        if cfg.init_from != tuple(meta["config"].get("init_from", cfg.init_from)):
-            errors.append("init_from is not used, as the run has a checkpoint; use another "
-                          "--out_dir")
-    for name in sorted(missing.difference(*(source["take"].values() for source in load_from))):
-        errors.append(f"no source in init_from has {name}")
-    config.raise_if_errors(errors, f"mode {cfg.mode}, {root}")
-    return {"root": root, "step": step, "meta": meta, "missing": missing, "load_from": load_from}
-
-
-def load_saved(setup, start, state=None, params=None):
-    """(step, parameters) that find_saved has found."""
-    like = {"params": steplib.lower_steps(*step_args(setup))["state"]["params"]}
-    programs = {"state": like, "init": lambda key, params: {"params": params}}
-    meta, loaded = load_start(setup, start, programs, state, params)
+def load_saved(run, start, state=None, params=None):
+    """(step, parameters) that find_state has found."""
+    like = {"params": steplib.lower_steps(*step_args(run))["state"]["params"]}
+    run.programs = {"state": like, "init": lambda key, params: {"params": params}}
+    meta, loaded = load_state(run, start, state, params)
     step = meta.get("step", 0) if state is None else int(state["step"])
     return step, loaded["params"]
 
@@ -2548,32 +2496,32 @@ def write_examples(path, found):
 
 def plan(cfg, task=TEXT, hooks=()):
     """Print what a run would need, without allocating it; the summary."""
-    setup = setup_run(cfg, task, hooks=hooks)
-    print_outlook(setup)
+    run = setup_run(cfg, task, hooks=hooks)
+    print_outlook(run)
     print0("compiling, to count the memory ...")
-    cost = estimate(setup)
-    print_estimate(setup, cost)
+    cost = estimate(run)
+    print_estimate(run, cost)
     return {"step": 0, "reason": "plan", "exit_code": int(not cost["fits"])} | cost
 
 
-def print_outlook(setup):
+def print_outlook(run):
     """Print estimates that need no compilation: memory, time and cost, from shapes."""
-    print0(run_summary(setup))
-    memory = memory_from_shapes(setup)
+    print0(run_summary(run))
+    memory = memory_from_shapes(run)
     if memory:
         print0(f"about {format_amount(memory['total'] / 2**30)} GiB for each device, from shapes")
-    flop = sum(step_flop(setup).values())
-    step_s = steplib.step_seconds(flop, setup["mesh"], setup["cfg"])
-    print0(time_of_run(setup, step_s))
+    flop = sum(step_flop(run).values())
+    step_s = steplib.step_seconds(flop, run.mesh, run.cfg)
+    print0(time_of_run(run, step_s))
     if step_s:
         print0("by the matmuls alone: runs took 0.4 to 1.6 times as long (tests/RESULTS.md)")
 
 
-def time_of_run(setup, step_s):
+def time_of_run(run, step_s):
     """The time of all steps, the device hours and their cost, as a text. step_s: seconds of a step;
     None when unknown.
     """
-    cfg, n_devices = setup["cfg"], setup["mesh"].size
+    cfg, n_devices = run.cfg, run.mesh.size
     if not step_s or cfg.epochs:
         error = "no time: the FLOPs of this task, or this device's rate in this dtype, are unknown"
         if step_s:
@@ -2598,30 +2546,30 @@ def format_amount(x):
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
-def step_flop(setup):
+def step_flop(run):
     """{formula: FLOPs per device and step} of a run; {} for a task without "flops"."""
-    cfg, task = setup["cfg"], setup["task"]
+    cfg, task = run.cfg, run.task
     if not task["flops"]:
         return {}
     flops, formula = task["flops"]({}, cfg)
-    found = {f"model: {formula}": flops * task["units_per_step"](cfg) / setup["mesh"].size}
+    found = {f"model: {formula}": flops * task["units_per_step"](cfg) / run.mesh.size}
     if cfg.remat in ("full", "offload"):
         found["recomputed by remat"] = sum(found.values()) / 3
     return found
 
 
-def memory_from_shapes(setup):
+def memory_from_shapes(run):
     """{kind: estimated bytes on a device}, with "total" (without host memory), of a step; {} for a
     task without "activation_bytes".
     """
-    cfg, mesh, task = setup["cfg"], setup["mesh"], setup["task"]
+    cfg, mesh, task = run.cfg, run.mesh, run.task
     if not task["activation_bytes"]:
         return {}
     # Offloaded moments are laid out as if on the device: JAX knows no host memory of absent ones.
     on_device = dataclasses.replace(cfg, offload_optimizer=False)
-    state = steplib.lower_steps(*step_args(setup | {"cfg": on_device}))["state"]
+    state = steplib.lower_steps(*step_args(changed_run(run, cfg=on_device)))["state"]
     trained = [x for name, x in state["params"].items()
-               if setup["table"][name].get("trained", True)]
+               if run.table[name].get("trained", True)]
     moments = "moments in host memory" if cfg.offload_optimizer else "moments"
     is_gpu = mesh.devices.flat[0].platform not in ("cpu", "tpu")
     memory = {
@@ -2634,31 +2582,30 @@ def memory_from_shapes(setup):
     return memory | {"total": total}
 
 
-def estimate(setup):
+def estimate(run):
     """{"flop": {formula: FLOPs per device and step}, "fits"} of a run, and the result of
     count_programs, or "error".
     """
-    mesh = setup["mesh"]
-    cost = {"flop": step_flop(setup), "memory": {}, "peaks": {}}
+    cost = {"flop": step_flop(run), "memory": {}, "peaks": {}}
     try:
-        with steplib.explain_oom(partial(memory_advice, setup)):
-            cost |= count_programs(setup)
-            steplib.check_peaks(cost, mesh)
+        with steplib.explain_oom(partial(memory_advice, run)):
+            cost |= count_programs(run)
+            steplib.check_fits(cost["memory"], cost["peaks"], run.mesh)
     except ValueError as e:
         cost["error"] = str(e)
     return cost | {"fits": "error" not in cost}
 
 
-def count_programs(setup):
+def count_programs(run):
     """steplib.count_memory of the programs that cfg.mode runs."""
-    cfg = setup["cfg"]
+    cfg = run.cfg
     is_training = cfg.mode in ("train", "plan")
     with_evaluation = cfg.mode == "eval" or (is_training and bool(cfg.val_data or cfg.val_frac))
-    steps = steplib.lower_steps(*step_args(setup))
+    steps = steplib.lower_steps(*step_args(run))
     return steplib.count_memory(steps, is_training, with_evaluation)
 
 
-def print_estimate(setup, cost):
+def print_estimate(run, cost):
     """Print an estimate. cost: of `estimate`."""
     print0("for each device:")
     for kind, flop in cost["flop"].items():
@@ -2668,19 +2615,19 @@ def print_estimate(setup, cost):
             print0(f"  {n_bytes / 2**30:10,.4g} GiB  {kind}")
     for program, n_bytes in cost["peaks"].items():
         print0(f"  {n_bytes / 2**30:10,.4g} GiB  in all during {program}")
-    limit = steplib.memory_limit(setup["mesh"])
+    limit = steplib.memory_limit(run.mesh)
     fits = f"fits in {limit / 2**30:,.4g} GiB" if limit else "the memory limit is not known"
     print0(cost.get("error", fits))
 
 
-def memory_advice(setup):
+def memory_advice(run):
     """Flags with which a run fits, as a text with the GiB, those that cost the least time first.
 
     The estimate from shapes chooses them, and the run is compiled with them. If it does not fit,
     the estimate is scaled to what was compiled. Without an estimate, the run is compiled with more
     and more flags.
     """
-    cfg, mesh, task = setup["cfg"], setup["mesh"], setup["task"]
+    cfg, mesh, task = run.cfg, run.mesh, run.task
     limit = steplib.memory_limit(mesh)
     flags = steplib.memory_flags(cfg, mesh, task["memory_flags"](mesh.shape["sp"], cfg))
     if cfg.eval_batch_size:
@@ -2691,8 +2638,8 @@ def memory_advice(setup):
         # The number of steps is known: epochs would set it again.
         changed = dataclasses.replace(cfg, **({"epochs": 0.0} | changes))
         try:
-            setup_changed = setup_run(changed, task, [*mesh.devices.flat], setup["hooks"])
-            return max(count_programs(setup_changed)["peaks"].values(), default=0)
+            changed_setup = setup_run(changed, task, [*mesh.devices.flat], run.hooks)
+            return max(count_programs(changed_setup)["peaks"].values(), default=0)
         except (ValueError, MemoryError, jax.errors.JaxRuntimeError):
             return math.inf
 
@@ -2702,7 +2649,7 @@ def memory_advice(setup):
         return steplib.as_advice(*steplib.suggest_flags(flags, peak_with, limit), limit)
 
     def estimate_with(changes):
-        changed = setup | {"cfg": dataclasses.replace(cfg, **changes)}
+        changed = changed_run(run, cfg=dataclasses.replace(cfg, **changes))
         return memory_from_shapes(changed)["total"]
 
     tried = []

@@ -86,7 +86,7 @@ def our_run(dtype, shape):
 
 def step_ours(dtype, shape):
     run = our_run(dtype, shape)
-    cfg = run["cfg"]
+    cfg = run.cfg
     rows = np.random.default_rng(0).integers(
         0, cfg.vocab_size, (cfg.batch_size, cfg.seq_len + 1)).astype(np.int32)
     return our_rate(run, [{"tokens": rows[:, :-1], "labels": rows[:, 1:]}], rows[:, 1:].size)
@@ -99,7 +99,7 @@ def our_rate(run, batches, tokens):
     import train
     programs = train.steplib.compile_steps(train.steplib.lower_steps(*train.step_args(run)))
     state = programs["init"](jax.random.key(0))
-    shardings = {name: x.sharding for name, x in run["batch"].items()}
+    shardings = {name: x.sharding for name, x in run.batch.items()}
     batches = itertools.cycle(batches)
 
     def update():

@@ -389,7 +389,7 @@ def cache_dir():
 
 def make_batch(setup):
     """A batch on the devices: random tokens, 1 in 10 labels ignored, documents of 100 tokens."""
-    cfg = setup["cfg"]
+    cfg = setup.cfg
     shape = (cfg.batch_size, cfg.seq_len)
     rng = np.random.default_rng(0)
     index = np.broadcast_to(np.arange(cfg.seq_len), shape)
@@ -398,7 +398,7 @@ def make_batch(setup):
               "labels": np.where(rng.random(shape) < 0.1, -100, labels),
               "segments": index // 100 + 1, "positions": index % 100}
     return {name: jax.device_put(arrays[name].astype(x.dtype), x.sharding)
-            for name, x in setup["batch"].items()}
+            for name, x in setup.batch.items()}
 
 
 def programs_of(setup):
@@ -410,7 +410,7 @@ def programs_of(setup):
 def speed(shape):
     """Measure the speed and the peak memory of a shape, and compare both with the plan."""
     setup = setup_of((SHAPES | CPU_SHAPES)[shape])
-    cfg, mesh = setup["cfg"], setup["mesh"]
+    cfg, mesh = setup.cfg, setup.mesh
     kind = mesh.devices.flat[0].device_kind
 
     # Compile as a run does.
@@ -419,9 +419,9 @@ def speed(shape):
     update = lowered["lower_train_step"]().compile()
     init = lowered["init"]
     compile_s = time.perf_counter() - began
-    memory = steplib.memory_by_kind(lowered["state"], update)
+    memory = steplib.program_memory(update, lowered["state"], lowered["batch"])
     try:
-        steplib.check_fits(memory, mesh)
+        steplib.check_fits(memory, {"a step": memory["total"]}, mesh)
     except MemoryError as e:
         yield record("SKIP", "speed", f"does not fit: {e.args[0]}")
         return
@@ -436,7 +436,7 @@ def speed(shape):
         began = time.perf_counter()
         for _ in range(n):
             state, metrics = update(state, batch, lr)
-        losses.append(float(metrics["loss"]))
+        losses.append(float(steplib.means(metrics["sums"])["loss"]))
         return (time.perf_counter() - began) / n
 
     losses = []
@@ -449,7 +449,7 @@ def speed(shape):
         return
 
     tokens = cfg.batch_size * cfg.seq_len
-    flops, _ = setup["task"]["flops"]({}, cfg)
+    flops, _ = setup.task["flops"]({}, cfg)
     text = f"{1000 * step_s:,.4g} ms a step, {tokens / step_s:,.0f} tokens/s"
     tflops, _ = steplib.peaks(kind)
     if tflops:
@@ -517,9 +517,9 @@ def make_references():
     assert jax.config.jax_enable_x64 and jax.devices()[0].platform == "cpu"
     for case in CASES:
         setup = setup_of(SMALL | CASES[case] | {"dtype": "float32"})
-        cfg = setup["cfg"]
+        cfg = setup.cfg
         batch = make_batch(setup)
-        params = setup["task"]["init"](jax.random.key(0), cfg)
+        params = setup.task["init"](jax.random.key(0), cfg)
         # Scales other than 1, so that a forgotten one is noticed.
         rng = np.random.default_rng(1)
         for name, x in params.items():
@@ -644,10 +644,11 @@ def small_step(case, changes):
         params[name] = jax.device_put(old[name], x.sharding)
     state = programs["init"](jax.random.key(0), params=params)
     state, metrics = programs["train_step"](
-        state, make_batch(setup), steplib.lr_at(0, setup["cfg"]))
-    return {"loss": float(metrics["loss"]), "norm": float(metrics["grad_norm"]),
-            "lr": float(metrics["lr"]), "grads": jax.device_get(state["opt"]["grads"]), "old": old,
-            "new": jax.device_get(state["params"]), "cfg": setup["cfg"]}
+        state, make_batch(setup), steplib.lr_at(0, setup.cfg))
+    return {"loss": float(steplib.means(metrics["sums"])["loss"]),
+            "norm": float(metrics["grad_norm"]), "lr": float(metrics["lr"]),
+            "grads": jax.device_get(state["opt"]["grads"]), "old": old,
+            "new": jax.device_get(state["params"]), "cfg": setup.cfg}
 
 
 def against_float64(name, case, found, precision):
@@ -797,7 +798,7 @@ def repeat_step(how, n_calls):
     began = time.monotonic()
     while n_done < int(n_calls) and time.monotonic() - began < SECONDS:
         state, _ = programs["train_step"](
-            copy(initial), batch, steplib.lr_at(0, setup["cfg"]))
+            copy(initial), batch, steplib.lr_at(0, setup.cfg))
         digest = jax.device_get(programs["digest"](state))
         n_done += 1
         first = first or digest
@@ -805,7 +806,7 @@ def repeat_step(how, n_calls):
         if differences:
             n_different += 1
             wrong = wrong or f", the first is that of {differences[0]} in call {n_done}"
-    found = checked(f"{n_done} calls of one step, {how}, {setup['cfg'].dtype}", n_different, 0,
+    found = checked(f"{n_done} calls of one step, {how}, {setup.cfg.dtype}", n_different, 0,
                     "other digests:")
     found["text"] += wrong
     found["figures"]["digest"] = jax.tree.map(lambda x: x.tolist(), first)
@@ -848,9 +849,9 @@ def three_losses(setup):
     state = programs["init"](jax.random.key(0))
     losses = []
     for i in range(3):
-        lr = steplib.lr_at(i, setup["cfg"])
+        lr = steplib.lr_at(i, setup.cfg)
         state, metrics = programs["train_step"](state, batch, lr)
-        losses.append(float(metrics["loss"]))
+        losses.append(float(steplib.means(metrics["sums"])["loss"]))
     return losses
 
 

@@ -67,11 +67,11 @@ def on_devices_of_the_mesh(setup_run):
     On one CPU device the loop does not run ahead: a test of the step that follows sets dp=8.
     """
     @functools.wraps(setup_run)
-    def setup(cfg, task=train.TEXT, devices=None, hooks=()):
+    def setup(cfg, task=train.TEXT, devices=None, hooks=(), progress=None):
         if devices is None and jax.process_count() == 1:
             n_devices = math.prod(max(getattr(cfg, axis), 1) for axis in config.AXES)
             devices = jax.devices()[:n_devices]
-        return setup_run(cfg, task, devices, hooks)
+        return setup_run(cfg, task, devices, hooks, progress)
 
     return setup
 

@@ -80,7 +80,7 @@ def main(cfg, hooks=(), task=train.TEXT):
     train.print_estimate(run, cost)
     for (kind, axes), (count, n_bytes) in cost["collectives"].items():
         train.print0(f"  {n_bytes / 2**30:10,.4g} GiB  sent by {count} {kind} over {axes}")
-    tokens = run["cfg"].batch_size * run["cfg"].seq_len
+    tokens = run.cfg.batch_size * run.cfg.seq_len
     if "step_s" in cost:
         seconds = ", ".join(f"{name} {s:.4g} s" for name, s in cost["seconds"].items())
         rate = tokens / cost["step_s"]
@@ -90,10 +90,10 @@ def main(cfg, hooks=(), task=train.TEXT):
     if "products_s" in cost:
         train.print0(f"products at the peak rate: {cost['products_s']:.4g} s of a step, so at most "
                      f"{tokens / cost['products_s']:,.0f} tokens/s")
-    if cfg.plan_for and run["cfg"].dtype == "float32":
+    if cfg.plan_for and run.cfg.dtype == "float32":
         train.print0("no time in float32: the known rates are those of bfloat16, which "
                      "--dtype bfloat16 plans for")
-    if isinstance(run["mesh"].devices.flat[0], AbsentGpu):
+    if isinstance(run.mesh.devices.flat[0], AbsentGpu):
         train.print0(MISSING_COMPILER)
     return cost | {"exit_code": int(not cost["fits"])}
 
@@ -223,26 +223,26 @@ def gpus(cfg):
 
 def measure(run):
     """The result of train.estimate, `traffic` and `roofline` of the compiled step."""
-    mesh = run["mesh"]
+    mesh = run.mesh
     if isinstance(mesh.devices.flat[0], AbsentGpu):
         return estimate_from_shapes(run)
     cost = train.estimate(run)
     compiled_step = cost.get("programs", {}).get("a step")
     if compiled_step is None:  # it does not fit, or cannot be compiled
         return cost | {"collectives": {}, "sent_bytes": 0}
-    n_slices = run["cfg"].slices
-    plan_for = run["cfg"].plan_for
+    n_slices = run.cfg.slices
+    plan_for = run.cfg.plan_for
     if plan_for.partition(":")[0] in GPUS:  # the slow network is between hosts
         n_slices, _ = hosts_and_gpus(plan_for)
     cost |= traffic(compiled_step.as_text(), mesh, n_slices)
-    if run["cfg"].dtype == "float32":  # the rates are those of bfloat16
+    if run.cfg.dtype == "float32":  # the rates are those of bfloat16
         return cost
     return cost | roofline(cost, mesh.devices.flat[0].device_kind)
 
 
 def estimate_from_shapes(run):
     """Estimate without a compiler what `measure` returns; of the time only "products_s"."""
-    cfg, mesh, task = run["cfg"], run["mesh"], run["task"]
+    cfg, mesh, task = run.cfg, run.mesh, run.task
     memory = train.memory_from_shapes(run)
     cost = {"flop": train.step_flop(run), "collectives": {}, "sent_bytes": 0}
     limit = steplib.memory_limit(mesh)
@@ -251,7 +251,7 @@ def estimate_from_shapes(run):
         cost["products_s"] = sum(cost["flop"].values()) / tflops / 1e12
 
     def peak_with(changes):
-        changed = run | {"cfg": dataclasses.replace(cfg, **changes)}
+        changed = train.changed_run(run, cfg=dataclasses.replace(cfg, **changes))
         return train.memory_from_shapes(changed)["total"]
 
     cost |= {"memory": memory, "peaks": {"a step": memory["total"]}}

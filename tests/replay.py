@@ -92,13 +92,14 @@ def open_run(out_dir, task, kind, span=None):
     except ValueError:
         cfg = dataclasses.replace(cfg, dp=-1, fsdp=1, ep=1, tp=1, sp=1, slices=1)
         setup = train.setup_run(cfg, task)
-    source = train.open_data(setup["task"], setup["cfg"], {"train"})["train"]
-    _, meta = ckpt.newest_run_meta(setup["root"])
+    source = train.open_data(setup.task, setup.cfg, {"train"})["train"]
+    meta = ckpt.newest_meta(setup.root)
     if meta and meta["data"]["fingerprint"] != source["fingerprint"]:
         raise ValueError(f"data: the files have changed since step {meta['step']}: they are "
                          f"{source['fingerprint']}, and were {meta['data']['fingerprint']}; "
                          "restore them")
-    return setup | {"cfg": train.set_steps(setup["cfg"], source)}, source, rows
+    setup.cfg = train.set_steps(setup.cfg, source)
+    return setup, source, rows
 
 
 def batch_index(cfg, step):
@@ -180,14 +181,14 @@ def replay(out_dir, step, around=0, task=train.TEXT, kind=config.Config):
     if around < 0:
         raise ValueError(f"--around {around}: must be 0 or more")
     setup, _, _ = open_run(out_dir, task, kind)
-    n_steps = setup["cfg"].steps
+    n_steps = setup.cfg.steps
     if step > n_steps:
         raise ValueError(f"--step {step}: the run has {n_steps} steps")
-    first = max([n for n in ckpt.steps(setup["root"]) if n < step - around], default=0)
+    first = max([n for n in ckpt.steps(setup.root) if n < step - around], default=0)
     last = min(step + around, n_steps)
     setup, source, rows = open_run(out_dir, task, kind, (first, last))
-    cfg = setup["cfg"]
-    if not train.steplib.takes(setup["task"]["loss"], "examples"):
+    cfg = setup.cfg
+    if not train.steplib.takes(setup.task["loss"], "examples"):
         raise ValueError("this task has no loss per position; replay shows those of text")
 
     params, losses, differences, n_compared = train_to(setup, rows, step, first, last, task)
@@ -230,7 +231,7 @@ def train_to(setup, rows, step, first, last, task):
     Returns (parameters of step - 1, {step: loss}, differences from the log as texts, number of
     losses and digests that were compared).
     """
-    cfg = setup["cfg"]
+    cfg = setup.cfg
     logged = {}  # {(event, step): the value in the log}
     for row in rows:
         if row["event"] == "log":
@@ -256,7 +257,7 @@ def train_to(setup, rows, step, first, last, task):
 
     with tempfile.TemporaryDirectory(prefix="replay") as scratch:
         if first:
-            audit.copy_checkpoint(setup["root"], first, scratch)
+            audit.copy_checkpoint(setup.root, first, scratch)
         again = dataclasses.replace(
             config.without_launch_fields(cfg), out_dir=scratch, ckpt_dir="",
             resume="must" if first else "auto", stop=(str(last),), eval_every=0,
@@ -273,9 +274,9 @@ def measure_rows(params, batch, setup):
     """The fraction of the loss and the norm of the gradient of each row of a batch, the largest
     fraction first.
     """
-    cfg = setup["cfg"]
-    hooks = train.load_functions("hooks", cfg.hooks)
-    loss = train.run_hooks(hooks, "loss_fn", setup["task"]["loss"])
+    cfg = setup.cfg
+    setup.hooks = train.load_functions("hooks", cfg.hooks)
+    loss = train.emit(setup, "loss_fn", setup.task["loss"])
 
     def divisor_and_nats(params, row):
         _, counts, values = loss(params, row, cfg, examples=True)
@@ -311,7 +312,7 @@ def find(out_dir, text, steps=""):
     if not text:
         raise ValueError("--find '': must have a character")
     setup, source, _ = open_run(out_dir, train.TEXT, config.Config)
-    cfg = setup["cfg"]
+    cfg = setup.cfg
     tokenizer = data.make_cfg_tokenizer(cfg)
     first, _, last = steps.partition(":")
     with data.as_value_error(f"--steps {steps!r}: must be as 100:200", ValueError):

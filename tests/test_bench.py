@@ -10,7 +10,7 @@ def test_a_step_is_that_of_a_run():
 
     Break: tests/bench.py: dtype = "mixed" => dtype = "float32"
     """
-    cfg = bench.our_run("bfloat16", "char")["cfg"]
+    cfg = bench.our_run("bfloat16", "char").cfg
     assert (cfg.dtype, cfg.attention, cfg.vocab_size) == ("mixed", "xla", 65)
 
 

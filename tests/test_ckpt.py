@@ -534,7 +534,7 @@ def test_corrupted_checkpoints_are_skipped_replaced_and_pruned(tmp_path):
     save(tmp_path, 1, 2, 4, 6, tree=tree)
     harm(tmp_path, 4)
     (tmp_path / "000000006/meta.json").write_text("{")
-    assert ckpt.newest_meta(tmp_path)[0] == 4
+    assert ckpt.newest_meta(tmp_path)["step"] == 4
     assert ckpt.restore_newest(tmp_path, tree, logged.append)[0] == 2
     assert all("skipping a corrupted" in t for t in logged) and "array a is corrupted" in logged[1]
     ckpt.delete_leftovers(tmp_path)
@@ -849,7 +849,7 @@ save(8)
 if rank:  # whose listing is old
     ckpt._step_folders = lambda root: {k: v for k, v in folders(root).items() if k < 7}
     assert ckpt.latest(root) == 1
-assert ckpt.newest_meta(root)[0] == 8
+assert ckpt.newest_meta(root)["step"] == 8
 assert ckpt.restore_newest(root, tree)[0] == 8
 logged, restore = [], ckpt.restore
 if rank:

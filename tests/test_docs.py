@@ -401,6 +401,7 @@ def test_python_of_the_guide_runs(name, project, monkeypatch, capsys):
     monkeypatch.chdir(project)
     monkeypatch.setenv("HOME", str(project.parent / "home"))
     monkeypatch.setattr(step, "SCHEDULES", dict(step.SCHEDULES))
+    monkeypatch.setattr(train.model, "_attend", train.model._attend)
     exec(compile(make_config_small(text), name, "exec"), {"__name__": "__main__"})
     flags = (f"--hooks {name}:", f"--reward {name}:")
     used_by_a_command = any(flag in command for command in COMMANDS for flag in flags)

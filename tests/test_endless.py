@@ -56,7 +56,7 @@ def test_a_run_on_endless_rows_resumes_bit_exactly(make):
         found = [[(row["step"], row.get("loss"), row.get("val_loss"))
                   for row in rows(run.out_dir, event)] for run in (cfg, killed)]
         assert found[0] == found[1] and found[0]
-    position = ckpt.newest_meta(Path(cfg.out_dir) / "ckpt")[1]["hooks"]["endless"]
+    position = ckpt.newest_meta(Path(cfg.out_dir) / "ckpt")["hooks"]["endless"]
     assert position["rows"] % 10 == 0 < position["draws"] <= 12 * cfg.batch_size
     assert not any(Path(cfg.out_dir, "stream").iterdir())
     with pytest.raises(ValueError, match="data was 'rows-from-0-"):

@@ -197,7 +197,7 @@ def test_the_values_of_each_text_are_those_of_numpy(changes, tiny, tmp_path):
     cfg = tiny(mode="eval", data=(), val_data=tuple(entries), tokenizer=str(tmp_path / "t.json"),
                examples_file=str(tmp_path / "new/examples.jsonl"), eval_batches=0, dtype="float32",
                **dict(dp=1) | changes)
-    model_cfg = train.setup_run(cfg)["cfg"]
+    model_cfg = train.setup_run(cfg).cfg
     params = random_params(model_cfg)
     shapes = set()
 
@@ -289,7 +289,7 @@ def test_the_memory_of_an_evaluation_is_that_of_its_batches(tiny, monkeypatch):
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: peaks["small"])
     run = train.setup_run(dataclasses.replace(cfg, eval_batch_size=64), UNIGRAM, jax.devices()[:1])
     assert train.memory_advice(run).startswith("--eval_batch_size 0 (")
-    run["cfg"] = dataclasses.replace(run["cfg"], steps=77)
+    run.cfg = dataclasses.replace(run.cfg, steps=77)
     assert train.evaluation_of(run)["cfg"].steps == 77
 
 
@@ -320,7 +320,7 @@ def test_a_long_evaluation_has_a_progress_bar_on_a_terminal(monkeypatch, capsys)
 def test_the_end_of_a_run_has_the_best_validation_loss_of_all_launches(tiny, capsys):
     """The first of equal losses is the best, and one that is not finite never is.
 
-    Break: train.py: progress["last_metrics"] = saved["last_metrics"] => pass
+    Break: train.py: progress.last_metrics = saved["last_metrics"] => pass
     """
     losses = {2: 1.5, 4: math.nan, 6: 1.5, 8: 1.75}
 

@@ -105,7 +105,7 @@ def compiler_options(cfg):
 @or_error
 def opened(cfg):
     """The first batch of the training data and of the validation data, and their lengths."""
-    found = data.open_text(("train", "val"), train.setup_run(cfg)["cfg"])
+    found = data.open_text(("train", "val"), train.setup_run(cfg).cfg)
     sources = [found["train"], *found["val"].values()]
     return [[source["n"], {name: x.tolist() for name, x in source["batch"](
         0, np.arange(cfg.batch_size)).items()}] for source in sources]
@@ -123,15 +123,15 @@ def eos_id(cfg):
 def randomness(cfg):
     """The keys of the initialization and of a sample, and the first batch."""
     run = train.setup_run(cfg)
-    start = train.choose_start(run, None, None, None)
-    programs = {"init": lambda key, params: jax.random.key_data(key), "state": {"params": {}}}
-    _, key = train.load_start(run, start, programs, None, None)
+    start = train.find_state(run, is_training=True)
+    run.programs = {"init": lambda key, params: jax.random.key_data(key), "state": {"params": {}}}
+    _, key = train.load_state(run, start)
 
     def preview(params, key, source, cfg):
         return [{"prompt": "", "text": str(jax.random.key_data(key).tolist())}]
 
-    task = {"sample": preview}
-    samples = train.sample_texts({"cfg": cfg, "mesh": run["mesh"], "task": task}, None, 3, None)
+    run.task = {"sample": preview}
+    samples = train.sample_texts(run, None, 3, None)
     return [key.tolist(), samples["texts"], opened(cfg)]
 
 
@@ -193,7 +193,7 @@ def observers_of_process_1(cfg):
 
 @or_error
 def setup(cfg):
-    return train.setup_run(cfg)["cfg"].norm_eps
+    return train.setup_run(cfg).cfg.norm_eps
 
 
 EXPERTS = TINY | dict(n_experts=4)
@@ -360,7 +360,7 @@ def saves(kind):
 
 def saved_embed(cfg):
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-    return "params/embed" in ckpt.newest_meta(root)[1]["arrays"]
+    return "params/embed" in ckpt.newest_meta(root)["arrays"]
 
 
 def exported_dtype(cfg):

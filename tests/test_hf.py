@@ -752,7 +752,7 @@ def test_a_run_uses_the_tokenizer_of_init_from(tiny, tmp_path, llama_folder):
     """
     def chosen(**changes):
         cfg = run_config(tiny, tmp_path, init_from=(str(llama_folder),), **changes)
-        return train.setup_run(cfg)["cfg"].tokenizer
+        return train.setup_run(cfg).cfg.tokenizer
 
     assert chosen() == "bytes"
     (llama_folder / "tokenizer.json").write_text("{}")
@@ -804,7 +804,7 @@ def test_lora_is_exported_merged(tiny, tmp_path):
     _, transformers = torch_and_transformers()
     cfg = tiny(lora_rank=2, lora_alpha=3.0, dtype="float32", qk_norm=False,
                export=str(tmp_path / "merged"))
-    cfg = train.setup_run(cfg)["cfg"]
+    cfg = train.setup_run(cfg).cfg
     params = draw(cfg)
     train.export_hf(params, cfg)
     cfg = dataclasses.replace(cfg, seq_len=64)
@@ -830,7 +830,7 @@ def read_adapted(cfg, folder):
     cfg = dataclasses.replace(
         cfg, mode="eval", seq_len=24, init_from=sources, out_dir=f"{folder}/read")
     setup, _, params = train.load_run(cfg)
-    return jax_logits(jax.device_get(params), setup["cfg"], make_mesh(None)), setup["cfg"]
+    return jax_logits(jax.device_get(params), setup.cfg, make_mesh(None)), setup.cfg
 
 
 def assert_logits_of(tuned, logits):
@@ -852,7 +852,7 @@ def test_an_exported_adapter_has_the_same_logits_in_peft(name, tiny, tmp_path):
     base = make_hf_model(name, tmp_path / "hf")
     cfg = run_config(tiny, tmp_path, init_from=(str(tmp_path / "hf"),), lora_rank=4, lora_alpha=8.0,
                      lora_targets=("layers.w[qo]", "*_*"), export=str(tmp_path / "adapter"))
-    resolved = train.setup_run(cfg, adapter.TASK)["cfg"]
+    resolved = train.setup_run(cfg, adapter.TASK).cfg
     params = draw(resolved)
     adapter.export_adapter(params, resolved)
     logits, found = read_adapted(run_config(tiny, tmp_path), tmp_path)
@@ -1197,7 +1197,7 @@ def test_hugging_face_weights_are_evaluated_sampled_and_talked_to(
         dtype="float32", sample_tokens=12, temperature=0.0, seed=1)
 
     summary = train.main(dataclasses.replace(cfg, mode="eval"))
-    resolved = train.setup_run(cfg)["cfg"]
+    resolved = train.setup_run(cfg).cfg
     val_data = data.open_text(("val",), resolved)["val"][""]
     losses = []
     for i in range(-(-val_data["n"] // 8)):

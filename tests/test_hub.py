@@ -241,5 +241,5 @@ def test_an_adapter_and_its_base(cache, tiny, tmp_path):
         "adapter_config.json": '{"peft_type": "LORA", "r": 2, "lora_alpha": 3}',
         "adapter_model.safetensors": (tmp_path / "adapter").read_bytes()})
     setup, _, params = train.load_run(tiny(mode="eval", init_from=("hf://o/n", "hf://o/a")))
-    assert setup["cfg"].lora_alpha == 3 and setup["cfg"].lora_targets == ("layers.wo",)
+    assert setup.cfg.lora_alpha == 3 and setup.cfg.lora_targets == ("layers.wo",)
     assert (params["layers.wo.lora_b"] == 0.5).all()

@@ -394,7 +394,7 @@ def test_hours_and_money_of_a_run(tiny, capsys, monkeypatch):
     sizes = train.memory_from_shapes(setup)
     assert sizes["parameters"] == cost["memory"]["parameters"]
     flop = sum(train.step_flop(setup).values())
-    assert flop / step.step_seconds(flop, setup["mesh"], setup["cfg"]) > 1e6  # FLOP/s
+    assert flop / step.step_seconds(flop, setup.mesh, setup.cfg) > 1e6  # FLOP/s
     monkeypatch.setattr(step, "step_seconds", lambda *args: None)
     with pytest.raises(ValueError, match="price 2.5: no time: the FLOPs of this task, or this dev"):
         train.main(cfg)

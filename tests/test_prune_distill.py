@@ -227,8 +227,8 @@ def test_an_unsuitable_teacher_is_rejected(tiny, tmp_path):
             (dict(distill_weight=1.5), r"distill_weight 1.5: must be in \[0, 1\]")):
         with pytest.raises(ValueError, match=words):
             train.main(dataclasses.replace(fine, **changes), task=distill.TASK)
-    prepared = train.setup_run(fine, distill.TASK)["cfg"]
-    assert train.setup_run(prepared, distill.TASK)["cfg"] == prepared
+    prepared = train.setup_run(fine, distill.TASK).cfg
+    assert train.setup_run(prepared, distill.TASK).cfg == prepared
     other = prepared.teacher_shape.replace('"tokenizer": "bytes"', '"tokenizer": "other.json"')
     with pytest.raises(ValueError, match="tokenizer is 'other.json', but 'bytes' in the"):
         distill.resolve("cpu", dataclasses.replace(prepared, teacher_shape=other))

@@ -1502,7 +1502,7 @@ def test_ids_of_an_unknown_vocabulary(tmp_path):
 def test_steps_without_a_label(tiny, tmp_path, capsys):
     """A step whose batch has no label has no loss, and the mean over all steps leaves it out.
 
-    Break: train.py: total if n_labels or np.ndim(total) else np.nan => 0 * total
+    Break: step.py: total if n_labels or np.ndim(total) else np.nan => 0 * total
     """
     path = few_answers(tmp_path / "a.jsonl")
     cfg = tiny(data=(str(path),), tokenizer=chat_tokenizer(tmp_path / "t")["name"], val_frac=0.0,
@@ -1515,7 +1515,7 @@ def test_steps_without_a_label(tiny, tmp_path, capsys):
             losses.append(row["loss"])
 
     train.main(cfg, [collect])
-    source = data.open_text(("train",), train.setup_run(cfg)["cfg"])["train"]
+    source = data.open_text(("train",), train.setup_run(cfg).cfg)["train"]
     labels = [source["batch"](step, np.arange(8))["labels"] for step in range(8)]
     is_empty = [(each == data.IGNORE).all() for each in labels]
     assert np.isnan(losses).tolist() == is_empty and any(is_empty)

@@ -60,7 +60,7 @@ def test_an_odd_document_comes_first(tiny, tmp_path, capsys):
 
     def loss_of(params, row):
         x_1TD, unembed_DV, _ = model.hidden_states(
-            params, {"tokens": batch["tokens"][row : row + 1]}, setup["cfg"])
+            params, {"tokens": batch["tokens"][row : row + 1]}, setup.cfg)
         return optax.softmax_cross_entropy_with_integer_labels(
             x_1TD @ unembed_DV, batch["labels"][row : row + 1]).sum() / n_labels.sum()
 
@@ -97,8 +97,8 @@ def test_rows_come_from_the_named_documents(tiny, tmp_path, monkeypatch, fields)
     texts = write_rows(tmp_path)
     cfg = tiny(**{"data": ("more.txt", "rows.jsonl"), "val_frac": 0.1, "seq_len": 64} | fields)
     setup = train.setup_run(cfg)
-    cfg = setup["cfg"]
-    source = train.open_data(setup["task"], cfg, {"train"})["train"]
+    cfg = setup.cfg
+    source = train.open_data(setup.task, cfg, {"train"})["train"]
     named = set()
     for index in range(6):
         batch = source["batch"](index, np.arange(cfg.batch_size))
@@ -128,7 +128,7 @@ def test_a_text_is_found_where_a_search_finds_it(tiny, tmp_path, capsys):
                token_cache=str(tmp_path / "tokens"))  # its own, since it is edited below
     train.main(cfg)
     setup = train.setup_run(cfg)
-    source = train.open_data(setup["task"], setup["cfg"], {"train"})["train"]
+    source = train.open_data(setup.task, setup.cfg, {"train"})["train"]
     expected = []
     for index in range(2, 9):
         batch = source["batch"](index, np.arange(8))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def test_answers_loss_and_gradient():
     shapes = train.batch_structs({"batch": rl.batch_shapes}, cfg, mesh)
     task, hook = rl.make_task()
     source = task["open"](("train",), cfg)["train"]
-    asked = train.make_batch_at({"cfg": cfg, "batch": shapes}, source)(2)
+    asked = train.make_batch_at(SimpleNamespace(cfg=cfg, batch=shapes), source)(2)
     first, drawing, params = (model.init(jax.random.key(i), cfg) for i in range(3))
     hook("load", {"params": first, "step": np.int32(0)})
     hook("start", {"config": dataclasses.asdict(cfg)})

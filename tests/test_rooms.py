@@ -56,16 +56,17 @@ EDITS = {
     ("LoRA", "train.py"): (
         "model.names_to_load", "lambda table, saved, cfg: set(table)",
         "model.merge_lora(params, cfg)", "params", "fields, _ = read_adapter(path)", "fields = {}"),
-    ("experts", "config.py"): ('"experts_per_token") + 1]', '"layer_types") + 1]'),
+    ("experts", "config.py"): (
+        'FIELDS.index("capacity_factor")]', 'FIELDS.index("layer_types") + 1]'),
     ("rotary scaling", "model.py"): ("75.0455", "96.3867"),  # of HF_PROBES
     ("branches of a run", "config.py"): (
-        "= _branch_values(kind(**typed))", "= {}", "default, _branch_values(cfg)", "default"),
+        "= _branch_values(kind(**typed))", "= {}", "default | _branch_values(cfg)", "default"),
     ("validation data that comes later", "train.py"): (
-        "= val_data_at(run, step, progress)", '= run["val_data"]'),
+        "= val_data_at(run, step)", "= run.val_data"),
     ("MLP in tiles", "model.py"): (" / max(cfg.mlp_tiles, 1)", ""),
     ("rematerialization", "model.py"): ("}[cfg.remat]", '}["none"]'),
     ("evaluation batches of another size", "train.py"): (
-        'config.evaluation_config(setup["cfg"])', 'setup["cfg"]'),
+        "config.evaluation_config(run.cfg)", "run.cfg"),
     ("values per example", "model.py"): (
         'return (sums, counts, {"nats": nats_BT}) if examples else', "return"),
     ("names on the Hub", "train.py"): (

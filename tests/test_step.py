@@ -128,8 +128,8 @@ def lm_run(cfg, devices=None, n_steps=2):
     metrics = []
     for _ in range(n_steps):
         state, m = steps["train_step"](state, batch)
-        arrays = ("watch", "counts")
-        metrics.append({k: float(v) for k, v in m.items() if k not in arrays})
+        means = step.means(jax.device_get(m["sums"]))
+        metrics.append(means | {k: float(v) for k, v in m.items() if k not in ("watch", "sums")})
     return steps, state, metrics, batch
 
 
@@ -399,8 +399,8 @@ def mask_loss(params, batch, cfg, train_keys=None):
     """A loss with the sum "mask": the dropout mask of layer 0's MLP of each row, or ones."""
     ones_BTD = jnp.ones((len(batch["row"]), 8, 16))
     if train_keys is not None:
-        layer_keys = model._dropout_keys(train_keys, cfg)[1]
-        ones_BTD = model._dropout(ones_BTD, layer_keys["mlp"][0], cfg)
+        _, weights = model._with_dropout(ones_BTD, {}, train_keys, cfg)
+        ones_BTD = model._dropout(ones_BTD, weights["dropout_keys"]["mlp"][0], cfg)
     sums = {"objective": params["b"].sum(),
             "mask": jnp.zeros((16, 8, 16)).at[batch["row"]].set(ones_BTD)}
     return sums, {"objective": jnp.float32(1), "mask": jnp.float32(1 / cfg.grad_accum_steps)}
@@ -419,14 +419,15 @@ def test_dropout_masks_depend_on_seed_step_and_row_alone():
     np.testing.assert_array_equal(ones[0] / ones[1], 1)
     for at in range(2):
         state, metrics = steps["train_step"](state, placed)
-        assert 0.22 < np.mean(metrics["mask"] == 0) < 0.28
+        mask = np.divide(*metrics["sums"]["mask"])
+        assert 0.22 < np.mean(mask == 0) < 0.28
         for row in (0, 5, 15):
             key = jax.random.key(5)
             for number in (at, row, 2):
                 key = jax.random.fold_in(key, number)
             kept = jax.random.bernoulli(key, 0.75, (8, 16))
             np.testing.assert_array_equal(
-                metrics["mask"][row], np.where(kept, np.float32(1 / 0.75), 0))
+                mask[row], np.where(kept, np.float32(1 / 0.75), 0))
 
 
 @pytest.mark.slow
@@ -497,8 +498,8 @@ def test_every_mesh_gives_the_same_gradients(sizes):
 def test_a_mesh_gives_the_same_steps():
     """In tiles and 4 ragged microbatches: the metrics of one device in one batch, to 1e-5.
 
-    Break: step.py: metrics = {name: sums[name] / divisors[name] for name in sums} => metrics =
-    {name: sums[name] / divisors[name] / jax.sharding.get_abstract_mesh().size for name in sums}
+    Break: step.py: (sums[name], counts[name]) for name in sums} =>
+    (sums[name] / jax.sharding.get_abstract_mesh().size, counts[name]) for name in sums}
     """
     wanted = lm_run(dataclasses.replace(SMALL, fsdp=1), jax.devices()[:1])[2]
     cfg = dataclasses.replace(SMALL, fsdp=2, tp=2, sp=2, mlp_tiles=2, logit_tiles=4,
@@ -634,8 +635,8 @@ def test_a_digest_is_of_all_bits_and_their_positions():
 def test_a_step_that_is_not_finite_leaves_the_model_as_it_was():
     """A NaN, or a finite loss whose gradient is not (the square root at 0), is only counted.
 
-    Break: step.py: jnp.isfinite(metrics["objective"]) & jnp.isfinite(grad_norm) =>
-    jnp.isfinite(metrics["objective"])
+    Break: step.py: jnp.isfinite(sums["objective"]) & jnp.isfinite(grad_norm) =>
+    jnp.isfinite(sums["objective"])
     """
     def root(params, batch, cfg):
         return {"objective": jnp.sqrt(params["b"] - batch).sum()}, {"objective": jnp.float32(1)}
@@ -645,7 +646,7 @@ def test_a_step_that_is_not_finite_leaves_the_model_as_it_was():
     for batch, loss in ((np.float32(0.5), 0), (np.float32(np.nan), np.nan)):
         after, metrics = update(state, batch)
         assert metrics["finite"] == 0
-        np.testing.assert_equal(float(metrics["objective"]), loss)
+        np.testing.assert_equal(float(np.divide(*metrics["sums"]["objective"])), loss)
         assert (int(after["step"]), int(after["skipped"]), metrics["skipped"]) == (1, 1, 1)
         for part in ("params", "opt"):
             jax.tree.map(np.testing.assert_array_equal, before[part], host(after[part]))
@@ -894,7 +895,7 @@ def vector_sums(batch):
 
 
 def test_sums_may_be_vectors():
-    """Means of an accumulated step, 0 where the count is 0; sums in an evaluation, to 1e-6.
+    """Sums of an accumulated step and of an evaluation, to 1e-6.
 
     Break: step.py: jit(eval_fn, out_shardings=replicated) => jit(eval_fn)
     """
@@ -911,10 +912,11 @@ def test_sums_may_be_vectors():
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves((first, metrics)))
     want = [vector_sums(b) for b in batches]
     for name, (total, count) in want[0].items():
-        np.testing.assert_allclose(metrics[name], total / np.maximum(count, 1), rtol=1e-6)
+        for got, want_one in zip(metrics["sums"][name], (total, count)):
+            np.testing.assert_allclose(got, want_one, rtol=1e-6)
         for got, parts in zip(totals[name], zip(*(w[name] for w in want)), strict=True):
             np.testing.assert_allclose(got, np.sum(parts, axis=0), rtol=1e-6)
-    assert metrics["y"][2] == 0 and np.sum(metrics["histogram"]) == 8
+    assert np.divide(*metrics["sums"]["histogram"]).sum() == 8
 
 
 def test_evaluation_adds_up_in_float64_and_can_be_stopped():
@@ -961,7 +963,8 @@ def test_loss_optimizer_and_step_can_be_replaced():
     new, metrics = steps["lower_train_step"]().compile()(
         old, place(batch, step.make_mesh(cfg)), np.float32(0.1))
     error = batch["x"] @ params["w"] + params["b"] - batch["y"]
-    assert metrics["objective"] == pytest.approx(2 * (error**2).mean(), rel=1e-5)
+    mean = np.divide(*metrics["sums"]["objective"])
+    assert mean == pytest.approx(2 * (error**2).mean(), rel=1e-5)
     assert int(new["skipped"]) == 7
     grad = 4 * error.sum(axis=0) / error.size
     clip = min(1, 1 / float(metrics["grad_norm"]))
@@ -991,10 +994,10 @@ def test_init_takes_given_parameters():
 @pytest.mark.parametrize("change, kinds", [
     ({}, {"parameters": 48, "moments": 64 + 4}),
     (dict(offload_optimizer=True), {"parameters": 48, "moments": 4, "moments in host memory": 64})])
-def test_memory_by_kind_equals_a_hand_count(change, kinds):
+def test_program_memory_equals_a_hand_count(change, kinds):
     """The total has also batch, step, skipped, metrics, rate, temporaries and XLA's pointers.
 
-    Break: step.py: stats.argument_size_in_bytes + added_bytes(stats) => added_bytes(stats)
+    Break: step.py: array_bytes((held, batch)) + added => added
     """
     cfg = dataclasses.replace(BASE, dp=2, fsdp=2, tp=2, **change)
     memory = compiled(cfg, linear_batch())[0]["memory"]
@@ -1158,7 +1161,7 @@ def test_flags_are_added_until_a_run_fits(limit, words):
 def test_lack_of_memory_is_explained(monkeypatch):
     """The error has reason and advice; a program that needs more than the limit is an error in GiB.
 
-    Break: step.py: kinds["total"] > limit: => kinds["total"] > 2 * limit:
+    Break: step.py: n_bytes > limit: => n_bytes > 2 * limit:
     """
     def explained(error, suggest):
         with step.explain_oom(suggest):
@@ -1175,7 +1178,7 @@ def test_lack_of_memory_is_explained(monkeypatch):
     memory = {"parameters": 2**28, "moments": 2**29}
 
     def check(**peaks):
-        step.check_peaks({"memory": memory, "peaks": peaks}, None)
+        step.check_fits(memory, peaks, None)
 
     monkeypatch.setattr(step, "memory_limit", lambda mesh: 2**30)
     check(step=2**30, evaluation=2**29)

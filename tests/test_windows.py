@@ -287,7 +287,7 @@ def test_a_run_in_windows_resumes_after_the_folder_has_grown(days, tmp_path):
     cfg = days(steps=9, schedule="cosine")
     train.main(cfg, task=windows.TASK, hooks=[lambda event, row: row | {"stop": "enough"}
                            if event == "step" and row["step"] == 5 else None])
-    meta = ckpt.newest_meta(Path(cfg.out_dir) / "ckpt")[1]
+    meta = ckpt.newest_meta(Path(cfg.out_dir) / "ckpt")
     saved, begun = ([Path(window["name"]).name for window in windows] for windows in (
         meta["data"]["windows"],
         map(json.loads, Path(cfg.out_dir, "windows.jsonl").read_text().splitlines())))

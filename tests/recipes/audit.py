@@ -99,7 +99,7 @@ def audit(out_dir, first, last, task=train.TEXT, kind=config.Config):
         raise ValueError(f"--last {last}: must be the step of a save of {out_dir} after {first}: "
                          f"{sorted(digests)}")
     cfg = dataclasses.replace(config_of(rows, first, last, kind), out_dir=str(out_dir))
-    table = train.setup_run(cfg, task)["table"]
+    table = train.setup_run(cfg, task).table
     excluded = sorted(model.matching("save_exclude", cfg.save_exclude, table))
     missing = [name for name in excluded if table[name].get("trained", True)]
     if missing:

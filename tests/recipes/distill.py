@@ -45,7 +45,7 @@ def update_config(cfg):
     """The config with the teacher's fields, its weights as a source, and these not saved."""
     cfg = train.config_from_hf(cfg)
     where = f"teacher {cfg.teacher}"
-    _, meta = ckpt.newest_run_meta(ckpt.root_of(cfg.teacher), where)
+    meta = ckpt.newest_meta(ckpt.root_of(cfg.teacher), where)
     if "params/embed" not in meta["arrays"]:
         config.raise_if_errors(["is not a language model: it has no embed"], where)
     shape = {name: meta["config"][name] for name in sorted(TEACHER_FIELDS)}

@@ -270,9 +270,9 @@ def load_or_score(cfg, pairs):
         for ids, is_label in pair:
             checksum = zlib.crc32(np.append(ids, is_label).tobytes(), checksum)
     run_root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-    _, meta = ckpt.find_start(cfg.out_dir, run_root, cfg.resume)
+    meta = ckpt.find_start(cfg.out_dir, run_root, cfg.resume)
     root = ckpt.join_path(run_root, "reference")
-    saved = ckpt.newest_meta(root)[1].get("about", "")
+    saved = ckpt.newest_meta(root).get("about", "")
 
     reference = np.zeros((len(pairs), 2), np.float32)
     is_known = meta and saved == meta["data"]["fingerprint"]

@@ -113,7 +113,7 @@ def run(cfg, on_row=lambda event, row: None):
     plain = config.Config(**values)
     ray = connect(cfg.ray_address, worker_counts(cfg)[0] * cfg.n_cpus)
     restarts = 0
-    progress = {"in_loop": True, "signal": None, "requests": set()}
+    progress = SimpleNamespace(in_loop=True, signal=None, requests=set())
     with train.catch_signals(progress):
         while True:
             received = attempt(ray, cfg, plain, on_row, progress)
@@ -123,7 +123,7 @@ def run(cfg, on_row=lambda event, row: None):
             if "summary" in received:
                 return received["summary"], restarts
             death = received["death"]
-            if progress["signal"] or restarts == cfg.max_restarts:
+            if progress.signal or restarts == cfg.max_restarts:
                 sys.exit(f"error: {death}, after {restarts} of {cfg.max_restarts} restarts")
             if "start" in received:  # `resume` concerned the run before this one
                 plain = replace(plain, resume="auto")
@@ -224,7 +224,7 @@ def attempt(ray, cfg, plain, on_row, progress):
                     print(value, end="", flush=True)
                 if kind in ("log", "eval"):
                     on_row(kind, value)
-            if progress["signal"] and "start" in received and not is_cancelled:
+            if progress.signal and "start" in received and not is_cancelled:
                 # As Ctrl-C would. Process 0 stops the others with it.
                 ray.cancel(workers[0], force=False)
                 is_cancelled = True
