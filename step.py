@@ -102,9 +102,8 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
 def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
     """The loss's sums and counts, and the gradient of its summed objective times loss_scale.
 
-    All are sums over cfg.grad_accum_steps microbatches. The gradient is float32 and has the trained
-    parameters only. options: {name: array with an entry for each row}, further arguments of the
-    loss.
+    The gradient is float32 and has the trained parameters only. options: further arguments of the
+    loss, with an entry for each row.
     """
     def microbatch_grads(microbatch):
         examples, example_options = microbatch
@@ -148,11 +147,8 @@ def _sum_over_microbatches(f, batch, A):
 # ---- learning rate
 
 def lr_at(step, cfg):
-    """The learning rate of the step from `step` to `step + 1`, on the host.
-
-    The rate rises linearly to its peak during warm-up, then follows cfg.schedule. Most schedules
-    end at min_lr_frac of the peak at cfg.steps; "constant" stays at the peak, and "inverse_sqrt"
-    falls slowly.
+    """The learning rate of the step from `step` to `step + 1`, on the host: it rises linearly to
+    its peak, then follows cfg.schedule.
     """
     peak = DEFAULT_LR[cfg.optimizer] if cfg.lr == -1 else cfg.lr
     n_warmup = warmup_steps(cfg)
@@ -171,8 +167,7 @@ def make_optimizer(cfg, table):
     """Make the optax optimizer of the trained parameters.
 
     Its update is a direction: train_step subtracts lr times it. A row of the table may have an
-    "optimizer", an "lr_mult" and a "decay_mult". By default weight decay applies to rows whose init
-    is "normal", not to biases and gains.
+    "optimizer", an "lr_mult" and a "decay_mult". Biases and gains have no decay by default.
     """
     kinds, decays, rates = {}, {}, {}
     for name, row in _trained(table, table).items():
@@ -233,9 +228,7 @@ def make_mesh(cfg, devices=None):
     """Make a mesh of all devices over AXES. One size in cfg may be -1.
 
     cfg.slices is the number of groups of devices with a slow network between them, which split dp,
-    or fsdp where dp is 1.
-
-    Raises ValueError when the devices of a TPU belong to another number of slices.
+    or fsdp where dp is 1. Raises ValueError when a TPU has another number of slices.
     """
     if devices is None:
         devices = jax.devices()

@@ -32,12 +32,9 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-# For speed alone, up to the imports: skip it on a first reading.
-# Imports and traces make many objects, few of them in cycles. With Python's threshold of 700 the
-# search for cycles takes a tenth of the launch.
-gc.set_threshold(300_000)
-# Before JAX is imported: have glibc keep freed memory. On a CPU, new pages took from a third to two
-# thirds of the time of a step.
+# For speed alone, up to the imports (LOG.md): skip it on a first reading.
+gc.set_threshold(300_000)  # imports and traces make many objects, few of them in cycles
+# Before JAX is imported: have glibc keep freed memory.
 M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD = -4, -1, -2  # of malloc.h
 with contextlib.suppress(OSError, AttributeError):  # another C library
     libc = ctypes.CDLL(None)
@@ -66,31 +63,25 @@ del sys.path[0]
 # A hook file that imports `train` gets this module, also when it runs as a script.
 sys.modules.setdefault("train", sys.modules[__name__])
 
-# On a single CPU device, run each step in this thread. In a worker thread, glibc would return large
-# blocks to the system after each step, and compiling threads would wait for one another's memory.
+# On a single CPU device, run each step in this thread, whose memory glibc keeps (LOG.md).
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 # ---- what is trained
 
 
-# What is trained is an argument of `main`: a task, which is a dict. In each of its functions but
-# "metrics" the config is the last argument. `TASK_DEFAULTS` has the keys that a task may lack. This
-# is the task of this trainer, a language model on text; `main` follows it.
+# What is trained is an argument of `main`: a task, a dict of functions. This is the task of this
+# trainer, a language model on text. `TASK_DEFAULTS` says what its optional keys are.
 TEXT = {
-    # Required keys
-
     # (cfg) -> {name: {"shape", "spec", "init"}}, the parameter table. A row may also have
     # "trained", "lr_mult", "decay_mult" and "optimizer".
     "table": model.param_table,
     # (params, batch, cfg) -> ({name: sum}, {name: count}); the mean of "objective" is minimized.
-    # A loss with an argument train_keys=None gets a random key for each row, in training only. For
-    # values per example a loss has an argument examples=False. With True it also returns a dict
-    # {name: array with an entry for each row}
+    # With an argument train_keys=None it gets a random key for each row, in training only. With an
+    # argument examples=False, if True, it also returns {name: array with an entry for each row}.
     "loss": model.loss_fn,
     # (cfg) -> {name: (shape, dtype, partition spec)} of a batch
     "batch": model.batch_shapes,
-    # (parts, cfg) -> {"train": source, "val": {name: source}}; the name of one set may be "". A
-    # source is {
+    # (parts, cfg) -> {"train": source, "val": {name: source}}. A source is {
     #   "n": number of examples,
     #   "batch": (step, rows) -> {name: these rows of the batch}; of validation data
     #       (index, rows, batch_size) -> the same. None while its data has not come: it is called
@@ -99,43 +90,23 @@ TEXT = {
     #   "summary": optional, a text to print,
     #   "examples": optional, of validation data (index, the dict of the loss) -> {"id" and
     #       other names: arrays with an entry for each example of the batch that is not padding}}.
-    # Sources of data.open_text and of tests/recipes/windows.py have more keys. A validation set ""
-    # whose data comes later has "source_at" instead: step -> source, None as above, {} for none.
     "open": data.open_text,
-
-    # Keys with a default. A lambda calls a function that is defined further down.
-
-    # (key, cfg) -> {name: array}, the initial parameters; default: "init" of each row of the table
+    # Optional keys. A lambda calls a function that is defined further down.
     "init": model.init,
-    # (platform, cfg) -> cfg with all defaults resolved
     "resolve": lambda platform, cfg: resolve_text(platform, cfg),
-    # ({axis: size}, cfg) -> errors in the config, as texts
     "validate": config.text_errors,
-    # The unit of speeds, and how many of it a step has: (cfg) -> number
     "unit": "token",
     "units_per_step": lambda cfg: cfg.batch_size * cfg.seq_len,
-    # (means of a batch or {}, cfg) -> (FLOPs per unit, their formula)
     "flops": lambda means, cfg: model.flops_per_token(
         cfg, cfg.seq_len, means.get("attended_keys")),
-    # ({name: mean}, source) -> {name: value}, more metrics of training and evaluation
     "metrics": data.text_metrics,
-    # (params, key, source, cfg) -> [{"prompt": a text, "text": what the model wrote after it}],
-    # each perhaps with "reward", a number. source: the validation data, or None
     "sample": lambda params, key, source, cfg: sample_from_text(params, key, source, cfg),
-    # (table, saved names, cfg) -> names that a source of init_from has to provide
     "init_names": model.names_to_load,
-    # (size of the mesh axis sp, cfg) -> flags that would lower the memory of the model
     "memory_flags": model.memory_savers,
-    # (cfg, {mesh axis: size}, whether on GPUs) -> estimated bytes on a device beside the state
     "activation_bytes": model.activation_bytes,
-    # (cfg) -> a text for the summary of the run
     "summary": lambda cfg: f"attention {cfg.attention}",
-    # Weights in other formats. (cfg) -> cfg with the shape and the tokenizer of those in init_from
     "update_config": lambda cfg: config_from_hf(cfg),
-    # (path, cfg) -> {"names": {name: shape or None}, "read": {name: like} -> {name: array}} of
-    # weights in another format, None where path has none
     "open_weights": lambda path, cfg: open_adapter(path, cfg) or open_hf(path, cfg),
-    # (params, cfg): write cfg.export; with params None only look for errors
     "export": lambda params, cfg: export_hf(params, cfg),
 }
 
@@ -151,11 +122,9 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     training also "state", "mesh", "checkpoint", the path of the newest one, and the newest metrics,
     as "val_loss". A run that is already finished gives its metrics, and no state.
 
-    hooks: functions hook(event, value), see `emit`. task: what to train, see `TEXT`. state, params:
-    train, evaluate, sample or export these instead of those on disk; neither is changed. data: rows
-    instead of the files in cfg.data: an iterable or an indexable of dicts, such as a
-    datasets.Dataset; or a dict of such rows by split, such as a DatasetDict, with "train" and,
-    instead of cfg.val_data, "validation" or "test".
+    hooks: see `emit`. task: see `TEXT`. state, params: used instead of those on disk; neither is
+    changed. data: rows instead of files: an iterable or an indexable of dicts, such as a
+    datasets.Dataset; or a dict of these by split, "train" and "validation" or "test".
     """
     progress = init_progress(time.perf_counter())
     cfg, hooks = prepare(cfg, hooks, data)
@@ -314,8 +283,7 @@ def train(run, state):
             due = due_events(run, step)
             progress.requests -= due.keys()
 
-            # Log the metrics of this step, if something is due: this waits for the device.
-            # Otherwise they are logged below, while the device works on the next step.
+            # If something is due, log the metrics of this step now, which waits for the device.
             if due or run.is_synchronous:
                 log_step(run)
 
@@ -428,8 +396,8 @@ def due_events(run, step):
 
 
 def log_step(run):
-    """Log the pending metrics, which waits for them: the event "step", at a log point also "log",
-    whose means are over all steps since the last log row. Update progress.last_metrics.
+    """Wait for the pending metrics, and log them: the event "step", at a log point also "log", with
+    the means since the last log row.
     """
     progress = run.progress
     pending, progress.pending = progress.pending, None
@@ -484,11 +452,8 @@ def log_step(run):
 
 
 def save_state(run, state, step, why, kind="save"):
-    """Start to write a checkpoint, once the previous one is committed. Its meta.json has the
-    config, the machine and the position in the data. A hook may skip it.
-
-    why: of due_events, "stop", "error", or "best" for an evaluation. kind: "save", or "weights" or
-    "best" for the parameters alone.
+    """Start to write a checkpoint, once the previous one is committed. why: of due_events, "stop",
+    "error", or "best" for an evaluation. kind: "save", or "weights" or "best" for the parameters.
     """
     cfg, progress = run.cfg, run.progress
     root = ckpt.roots(run.root)[kind]
@@ -572,28 +537,7 @@ def stop_reason(run, step):
     return None
 
 
-# ---- batches and hooks
-
-
-def make_batch_at(run, source, pinned=False):
-    """index -> batch of global arrays, of which each process builds its own rows. Raises ValueError
-    for a batch unlike the task's "batch", or with ids beyond a table. pinned: always batch 0.
-    """
-    shardings = {name: x.sharding for name, x in run.batch.items()}
-    first = next(iter(run.batch.values()))
-    rows = data.local_rows(first.sharding, first.shape)
-    expected = {name: ((len(rows), *x.shape[1:]), x.dtype) for name, x in run.batch.items()}
-
-    def batch_at(index):
-        batch = source["batch"](0 if pinned else index, rows)
-        if batch is None:
-            return None
-        found = {name: (np.shape(x), np.asarray(x).dtype) for name, x in batch.items()}
-        if found != expected:
-            raise ValueError(f"batch {index} is {found}, must be {expected}")
-        return data.to_device(batch, shardings, run.cfg.batch_size)
-
-    return batch_at
+# ---- hooks and observers
 
 
 def emit(run, event, value):
@@ -728,21 +672,38 @@ def no_export(params, cfg):
 
 REQUIRED_TASK_KEYS = ("table", "loss", "batch", "open")
 
-# What a task does without an optional key of `TEXT`. The default of "init" is in `complete_task`.
+# What a task does without an optional key of `TEXT`.
 TASK_DEFAULTS = {
+    # (key, cfg) -> {name: array}, the initial parameters. None: "init" of each row of the table
+    "init": None,
+    # (platform, cfg) -> cfg with all defaults resolved
     "resolve": lambda platform, cfg: cfg,
+    # ({axis: size}, cfg) -> errors in the config, as texts
     "validate": lambda sizes, cfg: [],
+    # The unit of speeds, and how many of it a step has: (cfg) -> number
     "unit": "example",
     "units_per_step": lambda cfg: cfg.batch_size,
+    # (means of a batch or {}, cfg) -> (FLOPs per unit, their formula)
     "flops": None,
+    # ({name: mean}, source) -> {name: value}, more metrics of training and evaluation
     "metrics": lambda means, source: {},
+    # (params, key, source, cfg) -> [{"prompt": a text, "text": what the model wrote after it}],
+    # each perhaps with "reward", a number. source: the validation data, or None
     "sample": None,
+    # (table, saved names, cfg) -> names that a source of init_from has to provide
     "init_names": lambda table, saved, cfg: set(table),
+    # (size of the mesh axis sp, cfg) -> flags that would lower the memory of the model
     "memory_flags": lambda sp, cfg: [],
+    # (cfg, {mesh axis: size}, whether on GPUs) -> estimated bytes on a device beside the state
     "activation_bytes": None,
+    # (cfg) -> a text for the summary of the run
     "summary": lambda cfg: "",
+    # Weights in other formats. (cfg) -> cfg with the shape and the tokenizer of those in init_from
     "update_config": lambda cfg: cfg,
+    # (path, cfg) -> {"names": {name: shape or None}, "read": {name: like} -> {name: array}} of
+    # weights in another format, None where path has none
     "open_weights": lambda path, cfg: None,
+    # (params, cfg): write cfg.export; with params None only look for errors
     "export": no_export,
 }
 
@@ -760,8 +721,10 @@ def resolve_text(platform, cfg):
 def complete_task(task):
     """The task with its defaults. Raises ValueError for unknown and missing keys."""
     config.raise_if_errors(config.key_errors("", task, TEXT, REQUIRED_TASK_KEYS), "task")
-    init = {"init": lambda key, cfg: model.init(key, cfg, task["table"](cfg))}
-    return TASK_DEFAULTS | init | task
+    task = TASK_DEFAULTS | task
+    if task["init"] is None:
+        task["init"] = lambda key, cfg: model.init(key, cfg, task["table"](cfg))
+    return task
 
 
 def check_table(table):
@@ -829,6 +792,27 @@ def evaluation_of(run):
     # Optional: evaluation batches of another size.
     cfg = config.evaluation_config(run.cfg)
     return {"cfg": cfg, "batch": batch_structs(run.task, cfg, run.mesh)}
+
+
+def make_batch_at(run, source, pinned=False):
+    """index -> batch of global arrays, of which each process builds its own rows. Raises ValueError
+    for a batch unlike the task's "batch", or with ids beyond a table. pinned: always batch 0.
+    """
+    shardings = {name: x.sharding for name, x in run.batch.items()}
+    first = next(iter(run.batch.values()))
+    rows = data.local_rows(first.sharding, first.shape)
+    expected = {name: ((len(rows), *x.shape[1:]), x.dtype) for name, x in run.batch.items()}
+
+    def batch_at(index):
+        batch = source["batch"](0 if pinned else index, rows)
+        if batch is None:
+            return None
+        found = {name: (np.shape(x), np.asarray(x).dtype) for name, x in batch.items()}
+        if found != expected:
+            raise ValueError(f"batch {index} is {found}, must be {expected}")
+        return data.to_device(batch, shardings, run.cfg.batch_size)
+
+    return batch_at
 
 
 def step_args(run):
@@ -2141,8 +2125,10 @@ def find_branch(cfg):
 
 
 def val_data_at(run, step):
-    """The validation data at `step`, which may have to come; {} without any, or once a stop is
-    requested.
+    """The validation data at `step`; {} without any, or once a stop is requested.
+
+    A set "" whose data comes later has "source_at": step -> source, None while it is late, {} for
+    none.
     """
     source_at = run.val_data.get("", {}).get("source_at")
     if not source_at:
