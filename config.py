@@ -40,7 +40,7 @@ Seed = Annotated[int, (lambda x: 0 <= x < 2**32, "in [0, 2^32)")]
 Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all remaining devices")]
 
 
-# The comment beside or above a field is its --help. A size of 0 is filled in by resolve_model,
+# The comment beside or above a field is its --help. A size of 0 is filled in by derive_text,
 # vocab_size by the tokenizer, "auto" by train.setup_run.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -1172,7 +1172,7 @@ def text_errors(sizes, cfg):
     return errors
 
 
-def resolve_model(cfg):
+def derive_text(cfg):
     """A valid cfg with sizes of 0 and width_mult resolved, and with LoRA all but its factors in
     `freeze`. Resolved again, a config does not change.
     """

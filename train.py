@@ -714,7 +714,7 @@ def resolve_text(platform, cfg):
     # Optional: prompts of samples. Find their errors now.
     if cfg.chat or cfg.prompts:
         data.sample_prompts(cfg, data.make_cfg_tokenizer(cfg))
-    cfg = config.resolve_model(dataclasses.replace(cfg, vocab_size=vocab_size))
+    cfg = config.derive_text(dataclasses.replace(cfg, vocab_size=vocab_size))
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
 
 

@@ -749,17 +749,17 @@ def test_derived_sizes():
     cfg = Config(d_model=256, d_ff=512, n_heads=8, n_kv_heads=4, n_layers=3, vocab_size=100,
                  n_experts=4, width_mult=2.5)
     validate(cfg, 8)
-    got = config.resolve_model(cfg)
+    got = config.derive_text(cfg)
     assert (got.d_model, got.d_ff, got.n_heads, got.n_kv_heads) == (640, 1280, 20, 10)
     assert (got.head_dim, got.n_layers, got.vocab_size, got.width_mult) == (32, 3, 100, 1.0)
     assert (got.n_experts, got.experts_per_token) == (4, 2)
-    assert config.resolve_model(got) == got
-    tuned = config.resolve_model(Config(lora_rank=2, freeze=("!embed",)))
+    assert config.derive_text(got) == got
+    tuned = config.derive_text(Config(lora_rank=2, freeze=("!embed",)))
     assert tuned.freeze == ("*", "!*.lora_?", "!embed")
-    assert config.resolve_model(tuned) == tuned
-    assert config.resolve_model(Config(d_model=256, n_heads=8, width_mult=0.5)).n_kv_heads == 4
+    assert config.derive_text(tuned) == tuned
+    assert config.derive_text(Config(d_model=256, n_heads=8, width_mult=0.5)).n_kv_heads == 4
     for d_model in range(64, 4097, 64):  # the default of d_ff: 8/3 d_model, rounded up to 32
-        d_ff = config.resolve_model(Config(d_model=d_model)).d_ff
+        d_ff = config.derive_text(Config(d_model=d_model)).d_ff
         assert d_ff % 32 == 0 and 0 <= d_ff - 8 * d_model / 3 < 32
 
 
@@ -788,7 +788,7 @@ def test_presets(name):
         validate(cfg, n_devices)
     if name in PUBLISHED:
         n_params, *fields = PUBLISHED[name]
-        n = sum(prod(row["shape"]) for row in model.param_table(config.resolve_model(cfg)).values())
+        n = sum(prod(row["shape"]) for row in model.param_table(config.derive_text(cfg)).values())
         assert abs(n - n_params) <= 0.01 * n_params
         assert fields == [cfg.rope_theta, cfg.norm_eps, cfg.vocab_size, cfg.tie_embeddings,
                           cfg.qk_norm, cfg.seq_len]

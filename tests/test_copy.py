@@ -16,7 +16,7 @@ import config
 cfg = config.parse(["--config", "debug", "--steps", "2Ki"])
 assert cfg.steps == 2048 and config.from_json(config.to_json(cfg)) == cfg
 config.validate(cfg, 1, {}, config.text_errors)
-assert config.resolve_model(cfg).head_dim == 64
+assert config.derive_text(cfg).head_dim == 64
 """,
     "data": """
 import data, pathlib
@@ -28,7 +28,7 @@ for batch, waited_s in data.prefetch(lambda step: data.batch_at(train, step, 4),
 """,
     "model": """
 import config, model, jax, jax.numpy as jnp
-cfg = config.resolve_model(config.Config(
+cfg = config.derive_text(config.Config(
     d_model=16, n_layers=2, n_kv_heads=2, d_ff=32, vocab_size=11, qkv_bias=True, batch_size=2,
     dtype="float32"))
 batch = {"tokens": jnp.arange(10).reshape(2, 5), "labels": jnp.arange(1, 11).reshape(2, 5)}

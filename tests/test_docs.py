@@ -476,14 +476,14 @@ def test_lists_are_those_of_the_code():
 
 
 def test_events_of_a_run_are_in_the_guide(tiny):
-    """The table of events has a row for each event that a hook gets in a short run.
+    """The list of events has a line for each event that a hook gets in a short run.
 
-    Break: tests/GUIDE.md: | `dispatch` | => | `before_step` |
+    Break: tests/GUIDE.md: - `dispatch`: => - `before_step`:
     """
     seen = set()
     train.main(tiny(steps=4, sample_every=2, sample_tokens=2),
                hooks=[lambda event, value: seen.add(event)])
-    listed = re.findall(r"^\| `(\w+)`", section("tests/GUIDE.md", "## Hooks"), re.M)
+    listed = re.findall(r"^- `(\w+)`", section("tests/GUIDE.md", "## Hooks"), re.M)
     assert len(listed) == len({*listed}) and len(seen) >= 14
     missing = sorted(seen - {*listed})
-    assert not missing, f"GUIDE.md, 'Hooks': add rows for the events {missing}"
+    assert not missing, f"GUIDE.md, 'Hooks': add lines for the events {missing}"

@@ -23,7 +23,7 @@ from test_recipes import assert_same_arrays, copy_at, copy_of
 sys.path.insert(0, str(ROOT / "tests/recipes"))
 import dpo
 
-SMALL = config.resolve_model(dpo.DpoConfig(
+SMALL = config.derive_text(dpo.DpoConfig(
     d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=50, seq_len=12, batch_size=4,
     beta=0.3, dtype="float32", attention="xla"))
 

@@ -126,7 +126,7 @@ def read_config(folder, **changes):
     fields = model.hf_fields(json.loads((folder / "config.json").read_text()))
     cfg = config.Config(**fields | dict(seq_len=64, dtype="float32", attention="xla") | changes)
     config.validate(cfg, None, {}, config.text_errors)
-    return config.resolve_model(cfg)
+    return config.derive_text(cfg)
 
 
 def make_mesh(shape):
@@ -454,7 +454,7 @@ def test_no_family_has_this(change, words):
     Break: model.py: if form == its_form and used <= options] => if form == its_form]
     """
     with pytest.raises(ValueError, match=words):
-        model.hf_config(config.resolve_model(config.Config(**change)))
+        model.hf_config(config.derive_text(config.Config(**change)))
 
 
 def test_the_text_part_of_a_model_of_text_and_vision(tmp_path, capsys):
@@ -484,7 +484,7 @@ def test_the_text_part_of_a_model_of_text_and_vision(tmp_path, capsys):
             init_from=(str(tmp_path / folder),), seq_len=64, dtype="float32", attention="xla",
             tokenizer="bytes"))
         assert "gemma3 has more than text: its text part is taken" in capsys.readouterr().out
-        cfg = config.resolve_model(cfg)
+        cfg = config.derive_text(cfg)
         params = read_params(tmp_path / folder, cfg, make_mesh(None))
         assert_close(jax_logits(params, cfg, make_mesh(None)), hf_logits(whole))
 
@@ -1023,7 +1023,7 @@ def test_the_numbers_of_probes_are_those_of_transformers(family, kinds, tmp_path
         form["rope_local_theta"] = 7.0
     if family == "mistral":  # without a window it has heads that do not divide the width
         form |= {"d_model": 18, "n_heads": 4, "head_dim": 8}
-    cfg = config.resolve_model(config.Config(**form, vocab_size=300))
+    cfg = config.derive_text(config.Config(**form, vocab_size=300))
     number = 0.0
     for tiny, params, tokens in model.probe_models(cfg):
         write(tmp_path / "model.safetensors", model.to_hf(params, tiny), model.hf_pieces(tiny))
@@ -1119,7 +1119,7 @@ def test_fields_that_contradict_the_hugging_face_config_are_refused(tiny, tmp_pa
 
 def tied_folder(folder, change=lambda x: x):
     """Save a small tied model and a changed copy of its embedding as lm_head; return its config."""
-    cfg = config.resolve_model(config.Config(
+    cfg = config.derive_text(config.Config(
         d_model=16, n_layers=1, n_heads=2, d_ff=24, vocab_size=40, tie_embeddings=True))
     params, pieces = draw(cfg), model.hf_pieces(cfg)
     folder.mkdir()

@@ -48,7 +48,7 @@ def put(cache, kind, repo, commit, files, branch="main"):
 
 def model_files(tmp_path, seed=0):
     """{path: content} of a small model with a tokenizer, and its embedding."""
-    cfg = config.resolve_model(config.Config(
+    cfg = config.derive_text(config.Config(
         d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=8))
     params = jax.jit(lambda key: model.init(key, cfg))(jax.random.key(seed))
     path, pieces = tmp_path / f"model-{seed}", model.hf_pieces(cfg)
@@ -231,7 +231,7 @@ def test_an_adapter_and_its_base(cache, tiny, tmp_path):
     """
     files, _ = model_files(tmp_path)
     put(cache, "model", "o/n", COMMIT_1, files)
-    cfg = config.resolve_model(config.Config(
+    cfg = config.derive_text(config.Config(
         d_model=32, n_layers=1, n_heads=4, lora_rank=2, lora_targets=("layers.wo",)))
     table, pieces = model.param_table(cfg), model.hf_pieces(cfg, adapter=True)
     factors = {name: np.full(table[name]["shape"], 0.5, np.float32) for name in pieces}

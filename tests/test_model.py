@@ -21,7 +21,7 @@ import model
 import step
 from conftest import ROOT
 
-BASE = config.resolve_model(config.Config(
+BASE = config.derive_text(config.Config(
     d_model=12, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=20, vocab_size=17,
     dtype="float32"))
 MORE = dataclasses.replace(BASE, qkv_bias=True, tie_embeddings=False)
@@ -1030,7 +1030,7 @@ def test_mlp_tiles_keep_the_gradient_and_need_less():
 
     Break: model.py: jax.lax.map(jax.checkpoint(tile_mlp), => jax.lax.map(tile_mlp,
     """
-    base = config.resolve_model(dataclasses.replace(
+    base = config.derive_text(dataclasses.replace(
         BASE, n_kv_heads=4, d_ff=768, remat="full", logit_tiles=8, lora_rank=2,
         lora_targets=("layers.w*",)))
     params, batch = as_f32(random_params(base)), random_batch(base, B=4, T=64)

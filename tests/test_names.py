@@ -61,7 +61,7 @@ def test_suffixes_are_shapes(monkeypatch):
     Break: model.py: q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H) =>
     q_BKGTH = H**-0.5 * q_BNTH.reshape(B, N // K, K, T, H).swapaxes(1, 1)
     """
-    cfg = config.resolve_model(config.Config(
+    cfg = config.derive_text(config.Config(
         d_model=SIZES["D"], n_heads=SIZES["N"], n_kv_heads=SIZES["K"], head_dim=SIZES["H"],
         d_ff=SIZES["F"], n_layers=SIZES["L"], vocab_size=SIZES["V"], qkv_bias=True,
         n_experts=SIZES["E"], capacity_factor=0.0, label_smoothing=0.1, rope_factor=2.0,

@@ -364,7 +364,7 @@ def test_activations_by_hand(tiny, remat, kept):
     """
     sizes = {name: value for name, value in ABSENT.items() if name != "plan_for"}
     sizes |= dict(remat=remat, dtype="bfloat16", grad_accum_steps=2)
-    cfg = config.resolve_model(tiny(**sizes))
+    cfg = config.derive_text(tiny(**sizes))
     layer = 8 * 512 + 3 * 1376
     n_bytes = model.activation_bytes(cfg, dict(dp=1, fsdp=8, ep=1, tp=1, sp=1), True)
     assert n_bytes == 1024 * (2 * (2 * kept + layer) + 4 * 32768)

@@ -187,7 +187,7 @@ def test_a_student_resumes_bit_exactly_and_its_teacher_does_not_change(tiny):
     assert_same_arrays(cfg, copy_of(cfg))
 
     forward = jax.jit(model.forward, static_argnums=2)
-    logits = [np.float64(forward(params, first["data"], config.resolve_model(
+    logits = [np.float64(forward(params, first["data"], config.derive_text(
         dataclasses.replace(shape, vocab_size=256)))) / 3
         for shape, params in ((of_teacher, theirs), (cfg, first["load"]))]
     p_BTV, q_BTV = (x - np.log(np.exp(x).sum(axis=-1, keepdims=True)) for x in logits)
@@ -196,7 +196,7 @@ def test_a_student_resumes_bit_exactly_and_its_teacher_does_not_change(tiny):
     np.testing.assert_allclose(row["kl"], kl, rtol=1e-5)
 
     # A forward pass of the teacher has a third of the FLOPs of its training.
-    flops = [model.flops_per_token(config.resolve_model(dataclasses.replace(
+    flops = [model.flops_per_token(config.derive_text(dataclasses.replace(
         shape, vocab_size=256, freeze=())), cfg.seq_len)[0] for shape in (of_teacher, cfg)]
     start = next(row for row in ckpt.read_log(cfg.out_dir) if row["event"] == "start")
     assert start["flops_per_token"] == pytest.approx(flops[0] / 3 + flops[1])

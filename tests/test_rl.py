@@ -45,7 +45,7 @@ def test_answers_loss_and_gradient():
     Break: tests/recipes/rl.py: jnp.exp(log_ratio_BT) - log_ratio_BT - 1 => -log_ratio_BT
     """
     cfg = rl.RlConfig(**SUMS | dict(kl=0.3, inner_steps=2, attention="xla"))
-    cfg = config.resolve_model(cfg)
+    cfg = config.derive_text(cfg)
     mesh = train.steplib.make_mesh(dataclasses.replace(cfg, fsdp=1), jax.devices()[:1])
     shapes = train.batch_structs({"batch": rl.batch_shapes}, cfg, mesh)
     task, hook = rl.make_task()

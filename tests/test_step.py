@@ -30,7 +30,7 @@ BASE = config.Config(warmup_steps=0.0, steps=20, dtype="float32", lr=0.1, optimi
 TABLE = {"w": dict(shape=(8, 4), spec=P("fsdp", "tp"), init=("normal", 0.5)),
          "b": dict(shape=(4,), spec=P(), init=("constant", 0.5))}
 BATCH_AXES = (("dp", "fsdp", "ep"), "sp")
-SMALL = config.resolve_model(config.Config(
+SMALL = config.derive_text(config.Config(
     optimizer="adamw", d_model=16, n_layers=1, n_heads=8, head_dim=2, d_ff=16, vocab_size=32,
     seq_len=8, batch_size=16, dtype="float32", warmup_steps=0.0, steps=20, lr=0.01))
 
@@ -774,7 +774,7 @@ def test_frozen_parameters_are_bit_identical_and_have_no_moments():
 
     Break: config.py: freeze = all_but_lora + freeze => freeze = freeze
     """
-    cfg = config.resolve_model(dataclasses.replace(
+    cfg = config.derive_text(dataclasses.replace(
         SMALL, fsdp=4, tp=2, grad_accum_steps=2, lora_rank=2, lora_targets=("*w_up",),
         freeze=("*.lora_a",)))
     steps, state, _, batch = lm_run(cfg, n_steps=0)
@@ -1114,7 +1114,7 @@ def test_flags_that_save_memory_are_legal(flags, listed):
     Break: step.py: while rows % n == 0: => while cfg.batch_size % n == 0:
     """
     argv = "--fsdp 4 --tp 2 --batch_size 16 --n_heads 4".split() + flags.split()
-    cfg = config.resolve_model(config.parse(argv))
+    cfg = config.derive_text(config.parse(argv))
     found = step.memory_flags(cfg, step.make_mesh(cfg), model.memory_savers(1, cfg))
     assert ", ".join(map(step.as_flags, found)) == listed
     for flag in found:

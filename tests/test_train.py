@@ -2329,7 +2329,7 @@ def test_a_plan_counts_the_memory_of_the_step(tiny):
     before = len(jax.live_arrays())
     cost = train.main(dataclasses.replace(cfg, data=("/nowhere",)))
     assert len(jax.live_arrays()) == before and not Path(cfg.out_dir).exists()
-    full = config.resolve_model(dataclasses.replace(cfg, vocab_size=256))
+    full = config.derive_text(dataclasses.replace(cfg, vocab_size=256))
     by_hand = sum(4 * np.prod(row["shape"]) // 2 ** sum(
         f"'{axis}'" in str(row["spec"]) for axis in config.AXES if getattr(cfg, axis) == 2)
                   for row in model.param_table(full).values())
