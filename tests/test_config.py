@@ -728,7 +728,7 @@ UNUSED = [
 def test_each_unused_field(field, value, others, other_value):
     """The other fields are rejected with one value of the field, and accepted with another.
 
-    Break: config.py: "watch": ("log_every",) => watch: steps
+    Break: config.py: "watch": ("log_every",) => "watch": ("steps",)
     """
     def rejected(value):
         words = f"has no effect with {field} {value!r}"

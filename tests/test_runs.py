@@ -134,7 +134,7 @@ def test_a_run_keeps_the_folders_of_its_config_to_itself(tmp_path, monkeypatch):
 def test_the_same_command_resumes_its_run(tiny, capsys, monkeypatch, tmp_path):
     """Also with --width_mult, and with --stop, which is of one launch; a longer run says so.
 
-    Break: train.py: config.to_json(config.without_launch_fields(typed)) => config.to_json(given)
+    Break: train.py: config.to_json(config.without_launch_fields(typed)) => config.to_json(typed)
     """
     monkeypatch.chdir(tmp_path)
     base = dataclasses.asdict(tiny(schedule="linear", eval_every=0, steps=6)) | {"out_dir": ""}

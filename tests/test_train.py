@@ -1680,7 +1680,7 @@ def test_a_run_keeps_its_automatic_dtype_on_another_cpu(tiny, monkeypatch):
     """It resumes by its folder alone with the dtype that it began with.
 
     Break: train.py: typed = dataclasses.replace(run.typed, dtype=cfg.dtype) =>
-    given = setup.given
+    typed = run.typed
     """
     cfg = tiny(steps=1, eval_every=0, dtype="auto")
     monkeypatch.setattr(steplib, "_cpuinfo", lambda: "vendor_id : AuthenticAMD avx512_bf16")
