@@ -549,6 +549,8 @@ def emit(run, event, value):
     "eval_batch" its sums. The value of every other event is a row with at least "step". In a row
     hooks may ask for {"stop": reason} and {"request": a list of events}; tests/GUIDE.md has them.
     """
+    if event not in VALUE_EVENTS:
+        restart_watchdog(run.cfg)
     requested = set()
     for hook in run.hooks:
         value = call_hook(hook, event, value)
@@ -2133,8 +2135,14 @@ def val_data_at(run, step):
     source_at = run.val_data.get("", {}).get("source_at")
     if not source_at:
         return run.val_data
+
+    def make(i):
+        source = source_at(i)
+        is_over = i >= run.cfg.steps  # nothing more is waited for
+        return {} if source is None and is_over else source
+
     found = data.prefetch(
-        source_at, step, step + 1,
+        make, step, step + 1,
         stopped=lambda: poll_requests(run, step, is_waiting=True),
         on_late=lambda i: emit(run, "out_of_data", {"step": i}))
     sources = [source for source, _ in found]
@@ -2378,9 +2386,9 @@ def run_saved(run, state=None, params=None):
             run.hooks = (*run.hooks, examples_writer(cfg, task["loss"], val_data))
 
     # Compile, and check that everything fits into memory.
-    cost = estimate(run)
-    if not cost["fits"]:
-        raise ValueError(cost["error"])
+    with steplib.explain_oom(partial(memory_advice, run)):
+        counted = count_programs(run)
+        steplib.check_fits(counted["memory"], counted["peaks"], run.mesh)
 
     step, params = load_saved(run, start, state, params)
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
@@ -2395,7 +2403,7 @@ def run_saved(run, state=None, params=None):
         n_batches = sum(eval_batches(run, val_data).values())
         planned = {"step": step, "n_batches": n_batches, "params": params}
         params = emit(run, "before_eval", planned)["params"]
-        summary |= evaluate(run, val_data, cost["programs"]["evaluation"], params)
+        summary |= evaluate(run, val_data, counted["programs"]["evaluation"], params)
         summary = emit(run, "end", summary)
         print_eval_row(summary)
         print0(ckpt.json_line(summary))

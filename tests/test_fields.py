@@ -181,7 +181,8 @@ def watchdog_limit(cfg):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
         patch.setattr(faulthandler, "dump_traceback_later", lambda limit, **_: found.append(limit))
-        train.restart_watchdog(cfg)
+        run = types.SimpleNamespace(cfg=cfg, hooks=(), progress=train.init_progress(0.0))
+        train.emit(run, "log", {})
     return found
 
 

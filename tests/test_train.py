@@ -1289,11 +1289,20 @@ def test_wrong_hooks_are_named(tiny):
     with pytest.raises(ValueError, match="dropout 0.25: the loss takes no train_keys, so it would"):
         train.main(tiny(dropout=0.25, out_dir=tiny().out_dir + "2"), [takes_no_train_keys])
     with pytest.raises(AssertionError, match="hooks request {'evall'}: events are"):
-        run = types.SimpleNamespace(hooks=[lambda event, row: row | {"request": ["evall"]}])
+        run = types.SimpleNamespace(
+            cfg=config.Config(), hooks=[lambda event, row: row | {"request": ["evall"]}])
         train.emit(run, "log", {"step": 4})
     cfg = tiny(eval_every=0, resume="overwrite", save_every=0, log_every=4)
     assert train.main(cfg, [adds])["step"] == 8
     assert [(r["a"], r["b"], r["c"]) for r in rows(cfg.out_dir, "log")] == [(3, [1, 1], 5)] * 2
+
+    def mistaken(event, value):
+        if event == "loss_fn":
+            raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="^wrong") as e:  # with its traceback
+        train.main(dataclasses.replace(cfg, mode="eval", resume="auto"), [mistaken])
+    assert "mistaken, at the event loss_fn" in e.value.__notes__[0]
 
 
 def test_parameters_of_another_architecture_are_refused(tiny, tmp_path):
@@ -2374,7 +2383,7 @@ def test_a_step_that_does_not_fit_is_refused_before_allocation(tiny, monkeypatch
 def test_an_evaluation_alone_needs_only_its_own_memory(tiny, monkeypatch):
     """With one byte less it is refused before the parameters are read.
 
-    Break: train.py: if not cost["fits"]: => if False:
+    Break: train.py: steplib.check_fits(counted["memory"], counted["peaks"], run.mesh) => pass
     """
     cfg = tiny(steps=1)
     train.main(cfg)

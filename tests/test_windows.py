@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -316,6 +317,19 @@ def test_a_run_in_windows_resumes_after_the_folder_has_grown(days, tmp_path):
                     data=(str(tmp_path / "in_order/*.txt"),))
     train.main(straight, task=windows.TASK)
     assert losses(straight.out_dir) == losses(cfg.out_dir)
+
+
+@pytest.mark.parametrize("step, found", [(4, {"": "day"}), (9, {})])
+def test_no_window_is_awaited_after_the_last_step(step, found, days):
+    """Data that is late is evaluated once it has come; after the steps that epochs mean, none is.
+
+    Break: train.py: is_over = i >= run.cfg.steps => is_over = False
+    """
+    late = iter([None, "day"])
+    run = SimpleNamespace(
+        cfg=days(steps=9), val_data={"": {"source_at": lambda step: next(late)}}, hooks=(),
+        progress=train.init_progress(0.0), first_step=0, stop_conditions=[])
+    assert train.val_data_at(run, step) == found
 
 
 def train_days(cfg, kill_step=0):

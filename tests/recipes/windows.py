@@ -333,7 +333,7 @@ def _next_files(cfg, windows, step):
     if _n_finished(cfg, windows, step) == _n_finished(cfg, windows, step - 1):
         return ()
     if not _extend_windows(cfg, windows, step * cfg.batch_size):
-        return None if step < cfg.steps else ()
+        return None
     n_begun = _n_finished(cfg, windows, step) + 1
     names = [window["name"] for window in windows["order"][:n_begun]]
     name = names.pop()
