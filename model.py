@@ -216,7 +216,8 @@ def _self_attention(x_BTD, w, attn_inputs, cfg):
     q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH, cfg)
     q_BNTH = _rotate(q_BNTH, attn_inputs, cfg)
     k_BKTH = _rotate(k_BKTH, attn_inputs, cfg)
-    # By default _attend_dense. Optional: fused kernels, blocks, generation.
+    # By default _attend_dense, for each half of the queries. Optional: fused kernels, blocks,
+    # generation.
     a_BNTH, results = _attend(q_BNTH, k_BKTH, v_BKTH, w, attn_inputs, cfg)
     # Back, by a second all-to-all over sp.
     a_BNTH = _shard(a_BNTH, BATCH_AXES, ("tp", "sp"))

@@ -648,7 +648,7 @@ def evaluate(eval_fn, params, batches, stopped=lambda: False):
 
 def compile_steps(steps, is_fresh=False):
     """Compile the programs of lower_steps, its result, before any array is allocated. is_fresh:
-    whether init is called next. Raises MemoryError for a program that does not fit.
+    whether init(key, params={}) is called next. Raises MemoryError for a program that does not fit.
 
     Returns a dict: "state", "init", "digest" and all else of lower_steps;
     "train_step": (state, batch, lr) -> (state, metrics), which donates its state;

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop, and everything that needs two of the other files.
 
-Owns what is trained (`TEXT`), the run of a run, the loop with its actions, observers, the other
+Owns what is trained (`TEXT`), the setup of a run, the loop with its actions, observers, the other
 modes and the command line. The only file that imports the others. Refuses a task with unknown keys
 and a config that cannot run. Invariant: every exit of the loop except a crash logs its reason and,
 unless save_end is off, saves.
@@ -113,8 +113,9 @@ TEXT = {
 
 # ---- a run
 #
-# A run is a namespace. `setup_run` makes it from config, task and mesh. `train_run` adds the data
-# and the compiled programs. `run.progress` is what the loop changes.
+# A run is a namespace. `setup_run` makes it from config, task and mesh. `guard` adds observers,
+# `train_run` the data, the compiled programs and all else that the loop reads. `run.progress` is
+# what the loop changes.
 
 
 def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
@@ -368,7 +369,7 @@ def train(run, state):
 def due_events(run, step):
     """{event: why} of the events that are due at this step and were not done at it. why: the unit
     of the interval that passed ("step", "epoch", "window", "second", or "end" after the last step),
-    or "request".
+    "request", or "branch" for the first state of a branch.
     """
     progress, due = run.progress, {}
     if step == 0:
@@ -546,8 +547,9 @@ def emit(run, event, value):
 
     The value of "loss_fn", "optimizer" and "train_step" is what will be compiled; of "load" the
     first state, of "state" the state after each update; of "data" and "val_data" a batch, of
-    "eval_batch" its sums. The value of every other event is a row with at least "step". In a row
-    hooks may ask for {"stop": reason} and {"request": a list of events}; tests/GUIDE.md has them.
+    "eval_batch" a dict with its "sums". The value of every other event is a row with at least
+    "step". In a row hooks may ask for {"stop": reason} and {"request": a list of events};
+    tests/GUIDE.md has them.
     """
     if event not in VALUE_EVENTS:
         restart_watchdog(run.cfg)
