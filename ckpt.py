@@ -96,7 +96,7 @@ def _write(root, meta, shards, path, retention, log, passing):
         sums = _write_shards(root, meta, shards)
         shards.clear()  # free the copies: another save may begin when this Future is resolved
         # (2) Process 0 waits until all have written. (3) It commits. The others wait for that.
-        _wait_for_peers(store, meta, sums)
+        _gather_sums(store, meta, sums)
         if is_main:
             _commit(root, store, meta, passing)
     except (ValueError, OSError) as e:  # TensorStore raises ValueErrors
@@ -765,10 +765,10 @@ def _rank_file(meta):
     return f"{meta['folder']}.{jax.process_index()}"
 
 
-def _wait_for_peers(store, meta, sums):
-    """Wait, on process 0, until every other process has written its shards, and on the others until
-    process 0 has committed. On process 0 add the sums of all processes to meta. Raises OSError when
-    a process has failed or takes too long.
+def _gather_sums(store, meta, sums):
+    """Process 0 waits until all others have written their shards, and adds the sums of all to meta.
+    The others wait until it has committed. Raises OSError when a process has failed or takes too
+    long.
     """
     if jax.process_count() == 1:
         _add_sums(meta, sums)

@@ -41,7 +41,7 @@ Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all r
 
 
 # The comment beside or above a field is its --help. A size of 0 is filled in by derive_text,
-# vocab_size by the tokenizer, "auto" by train.setup_run.
+# vocab_size by the tokenizer, "auto" by train.resolve.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run

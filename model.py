@@ -214,8 +214,8 @@ def _self_attention(x_BTD, w, attn_inputs, cfg):
     # From a part of the sequence on each sp shard to some heads of all of it: the all-to-all of
     # Ulysses. Over tp nothing moves.
     q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH, cfg)
-    q_BNTH = _rotate(q_BNTH, attn_inputs, cfg)
-    k_BKTH = _rotate(k_BKTH, attn_inputs, cfg)
+    q_BNTH = _rotate(q_BNTH, attn_inputs)
+    k_BKTH = _rotate(k_BKTH, attn_inputs)
     # By default _attend_dense, for each half of the queries. Optional: fused kernels, blocks,
     # generation.
     a_BNTH, results = _attend(q_BNTH, k_BKTH, v_BKTH, w, attn_inputs, cfg)
@@ -482,7 +482,7 @@ def rope_tables(positions, cfg, is_local=False):
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
-def _rotate(x, attn_inputs, cfg):
+def _rotate(x, attn_inputs):
     """Rotate the two halves of each head of x [B, heads, T, H] (Hugging Face's order) in float32.
 
     The flip of the halves and the signed sin make the 2x2 rotation. A layer without positions (cos

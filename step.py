@@ -7,7 +7,6 @@ them. Knows no model: loss_fn, init_fn and the parameter table {name: {"shape", 
 Invariant: one call of `train_step` is one step; rate and data depend only on the step.
 """
 import contextlib
-import dataclasses
 import hashlib
 import inspect
 import os
@@ -351,9 +350,8 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 # ---- supporting
 #
 # Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
-# parts of the state, parts of a step, shapes and slices, compilation (which makes the programs of a
-# run from the functions above), devices, memory, digest of the state, peak figures of devices,
-# description of the machine.
+# parts of the state, parts of a step, shapes and slices, evaluation of several batches, programs of
+# a run, devices, memory, digest of the state, peak figures of devices, description of the machine.
 
 
 # ---- schedules
@@ -1000,7 +998,7 @@ def _count_threads():
 #
 # The sections, in this order: parameters in bfloat16, loss scaling for float16, optimizer in host
 # memory, weight statistics, memory estimates, time estimates, memory advice, processes, profiler,
-# compilation cache, this file alone.
+# compilation cache.
 
 
 # ---- parameters in bfloat16
@@ -1125,22 +1123,20 @@ def count_memory(steps, is_training, with_evaluation):
     each of them runs. Without training it holds only the parameters of the state.
 
     Returns {"programs": {"a step", "evaluation": compiled}, "peaks": {program: bytes}, "memory":
-    program_memory of the first}.
+    program_memory of the step or, without one, the parameters}.
     """
     held = steps["state"] if is_training else {"params": steps["state"]["params"]}
-    needed = []
+    memory = {"parameters": array_bytes(held["params"])}
+    programs, peaks = {}, {}
     if is_training:
-        needed.append(("a step", steps["lower_train_step"], steps["batch"]))
+        programs["a step"] = steps["lower_train_step"]().compile()
+        memory = program_memory(programs["a step"], held, steps["batch"])
+        peaks["a step"] = memory["total"]
     if with_evaluation:
-        needed.append(("evaluation", steps["lower_eval_step"], steps["eval_batch"]))
-    cost = {"programs": {}, "peaks": {}, "memory": {"parameters": array_bytes(held["params"])}}
-    for name, lower, batch in needed:
-        cost["programs"][name] = lower().compile()
-        memory = program_memory(cost["programs"][name], held, batch)
-        cost["peaks"][name] = memory["total"]
-        if name == needed[0][0]:
-            cost["memory"] = memory
-    return cost
+        programs["evaluation"] = steps["lower_eval_step"]().compile()
+        eval_memory = program_memory(programs["evaluation"], held, steps["eval_batch"])
+        peaks["evaluation"] = eval_memory["total"]
+    return {"programs": programs, "peaks": peaks, "memory": memory}
 
 
 # ---- time estimates
@@ -1360,10 +1356,3 @@ def enable_compilation_cache(folder):
     programs = f"{os.path.expanduser(folder)}/threads{_count_threads()}" if folder else None
     jax.config.update("jax_compilation_cache_dir", programs)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-# ---- this file alone
-
-def make_cfg(**fields):
-    """A frozen dataclass of these fields, for a program without config.py."""
-    return dataclasses.make_dataclass("Cfg", fields, frozen=True)(**fields)

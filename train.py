@@ -123,9 +123,9 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     training also "state", "mesh", "checkpoint", the path of the newest one, and the newest metrics,
     as "val_loss". A run that is already finished gives its metrics, and no state.
 
-    hooks: see `emit`. task: see `TEXT`. state, params: used instead of those on disk; neither is
-    changed. data: rows instead of files: an iterable or an indexable of dicts, such as a
-    datasets.Dataset; or a dict of these by split, "train" and "validation" or "test".
+    hooks: see `emit`. task: see `TEXT`. state, params: replace what is on disk; neither is changed.
+    data: rows that replace files: an iterable or an indexable of dicts, such as a datasets.Dataset;
+    or one for each split, {"train", and "validation" or "test"}.
     """
     progress = init_progress(time.perf_counter())
     cfg, hooks = prepare(cfg, hooks, data)
@@ -416,8 +416,7 @@ def log_step(run):
 
     sums = add_sums(progress.since_log, values.pop("sums", {}))  # a hook's step may give none
     row = emit(run, "step", {"step": step} | numbers(values | steplib.means(sums)))
-    is_log_point = steplib.is_log_point(step, cfg)
-    is_logged = is_log_point or not finite
+    is_logged = steplib.is_log_point(step, cfg) or not finite
 
     # The first step of a launch is slower: no rate of a later row counts it.
     if step == run.first_step + 1 and not is_logged:
@@ -551,19 +550,20 @@ def emit(run, event, value):
     "step". In a row hooks may ask for {"stop": reason} and {"request": a list of events};
     tests/GUIDE.md has them.
     """
-    if event not in VALUE_EVENTS:
+    is_row = event not in VALUE_EVENTS
+    if is_row:
         restart_watchdog(run.cfg)
     requested = set()
     for hook in run.hooks:
         value = call_hook(hook, event, value)
-        if event not in VALUE_EVENTS and value.get("request"):
+        if is_row and value.get("request"):
             requested.update(value["request"])
             value = value | {"request": sorted(requested)}  # those of all hooks
     assert requested <= {*config.EVENTS}, f"hooks request {requested}: events are {config.EVENTS}"
 
     # Once a stop is requested, no further event is.
     progress = run.progress
-    if event not in VALUE_EVENTS and not progress.hook_stop:
+    if is_row and not progress.hook_stop:
         progress.requests |= requested
         progress.hook_stop = str(value.get("stop") or "")
     return value
@@ -571,11 +571,11 @@ def emit(run, event, value):
 
 # ---- supporting
 #
-# Every run uses what follows, but the names say enough at the call for a first reading: tasks, data
-# and steps, where a run starts, progress in checkpoints, evaluation and end, log rows, intervals,
-# actions of the loop, the initial state, means of metrics, where the time goes, requests, signals,
-# several processes, printing, observers, the console, samples of text, what a run reports, command
-# line.
+# Every run uses what follows, but the names say enough at the call for a first reading: the start
+# of a run, tasks, data and steps, where a state comes from, progress in checkpoints, evaluation and
+# end, events, intervals, actions of the loop, sums of metrics, where the time goes, requests,
+# signals, several processes, printing, observers, the console, samples of text, what a run reports,
+# command line.
 
 
 # ---- the start of a run
@@ -702,7 +702,7 @@ TASK_DEFAULTS = {
     "activation_bytes": None,
     # (cfg) -> a text for the summary of the run
     "summary": lambda cfg: "",
-    # Weights in other formats. (cfg) -> cfg with the shape and the tokenizer of those in init_from
+    # Weights in other formats in init_from. (cfg) -> cfg with their shape and tokenizer
     "update_config": lambda cfg: cfg,
     # (path, cfg) -> {"names": {name: shape or None}, "read": {name: like} -> {name: array}} of
     # weights in another format, None where path has none
@@ -927,7 +927,9 @@ def choose_checkpoint(run, start):
 
 
 def check_checkpoint(run, start):
-    """Raise ValueError when the result of choose_checkpoint, with init_from, is no such model."""
+    """Print the result of choose_checkpoint. Raise ValueError when it and init_from do not give all
+    parameters of this model.
+    """
     cfg, meta = run.cfg, start.meta
     errors = config.architecture_mismatch(meta.get("config", {}), vars(cfg))
     if meta:
