@@ -197,7 +197,7 @@ class Config:
     loss_norm: Literal["tokens", "positions", "sequences", "constant"] = "tokens"
     loss_divisor: NonNegFloat = 0.0  # of a batch, with loss_norm constant
     # after a loss or gradient that is not finite, which changes no parameter. skip: continue; stop:
-    # save, exit with code 1; raise: an error
+    # end with exit code 1; raise: an error
     on_nonfinite: Literal["skip", "stop", "raise"] = "stop"
 
     # ---- random numbers
@@ -206,7 +206,7 @@ class Config:
 
     # ---- mesh
 
-    # From here on: a resume may change these (RESUMABLE_FIELDS).
+    # A resume may change all from here on but reload_every (RESUMABLE_FIELDS).
 
     dp: Axis = 1  # devices that split batch, gradients and moments (ZeRO-2); -1: all remaining
     fsdp: Axis = -1  # devices that also split parameters (ZeRO-3)

@@ -272,16 +272,14 @@ def open_text(parts, cfg):
         return {"train": None, "val": val}
 
     # Training data. Without val_data, the last val_frac of each set is for validation.
-    datasets = []
-    for name, files in train_sets.items():
-        dataset = open_files(files)
-        if cfg.val_frac and not val_sets:
-            dataset, val_dataset = split(dataset, cfg.val_frac)
+    datasets = [open_files(files) for files in train_sets.values()]
+    if cfg.val_frac and not val_sets:
+        splits = [split(dataset, cfg.val_frac) for dataset in datasets]
+        datasets = [train_dataset for train_dataset, _ in splits]
+        for name, (_, val_dataset) in zip(train_sets, splits):
             val[name] = make_source(val_dataset, eval_batch_at, cfg, tokenizer)
-        datasets.append(dataset)
     # Optional: datasets mixed by weight.
-    if weights:
-        dataset = mix(datasets, weights)
+    dataset = mix(datasets, weights) if weights else datasets[0]
     train = make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
     return {"train": train, "val": val}
 

@@ -313,8 +313,8 @@ def label_logits(logits_BTV, labels_BT):
 # ---- supporting
 #
 # Every run uses these, but a first reading can skip them. In this order: patterns of names, parts
-# of a layer, inputs of the layers, sharding, matrix products, mixed precision on CPUs, parts of the
-# loss, FLOPs.
+# of a layer, inputs of the layers, choice of the attention kernel, sharding, matrix products, mixed
+# precision on CPUs, parts of the loss, FLOPs.
 
 
 # ---- patterns of names
@@ -546,6 +546,101 @@ def _look_up(embed_VD, tokens_BT):
 def _same_segment(query_segments, key_segments):
     """Whether a query [B, T] and a key [B, S] are of one document, [B, T, S]."""
     return query_segments[:, :, None] == key_segments[:, None, :]
+
+
+# ---- choice of the attention kernel
+
+# Longest sequence with dense attention. Beyond it attention by blocks is faster, and its memory is
+# linear in T.
+DENSE_LEN = 1024
+
+
+def _attend(q_BNTH, k_BKTH, v_BKTH, w, attn_inputs, cfg):
+    """Attention within a sequence: (a_BNTH, {} or, in generation, {"cache": the new one}).
+
+    By a fused kernel on GPUs or TPUs, for a long sequence one block of scores at a time, or else
+    all at once.
+    """
+    # Optional: rotary scaling, queries that grow with their position.
+    if cfg.rope_query_beta:
+        q_BNTH = _scale_by_position(q_BNTH, attn_inputs["positions"], cfg)
+    if "cache" in w:
+        a_BNTH, cache = _attend_to_cache(q_BNTH, k_BKTH, v_BKTH, w["cache"], attn_inputs, cfg)
+        return a_BNTH, {"cache": cache}
+    kernel = _attend_in_halves
+    if q_BNTH.shape[2] > DENSE_LEN:
+        kernel = _attend_in_blocks
+    if cfg.attention == "cudnn":
+        kernel = _attend_cudnn
+    if cfg.attention == "pallas":
+        kernel = _attend_pallas
+    return kernel(_for_cpu(q_BNTH, cfg), _for_cpu(k_BKTH, cfg), v_BKTH, attn_inputs, cfg), {}
+
+
+def _attention_mask(query_pos, n_keys, window):
+    """Whether a query sees a key, [B, T, S]: the key is not later, and within the window (0: none).
+
+    query_pos [B, T]: the index of each query among the keys.
+    """
+    distance = query_pos[:, :, None] - jnp.arange(n_keys)[None, None, :]
+    mask = distance >= 0
+    if window:
+        mask &= distance < window
+    return mask
+
+
+def _attend_in_halves(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
+    """Attention within a sequence, where `_attend` has no better kernel, as on CPUs: a_BNTH.
+
+    The queries are in two halves: the first skips the later keys, and with them a quarter of all
+    scores.
+    """
+    B, _, T, _ = q_BNTH.shape
+    segments = attn_inputs["segments"]
+    middle = (T + 1) // 2
+    halves = []
+    for start, stop in ((0, middle), (middle, T)):
+        n_keys = stop  # no query sees a later key
+        query_pos_BT = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
+        mask_BTS = _attention_mask(query_pos_BT, n_keys, attn_inputs["window"])
+        # Optional: document mask, where a query sees keys of its own document only.
+        if segments is not None:
+            mask_BTS &= _same_segment(segments[:, start:stop], segments[:, :n_keys])
+        halves.append(_attend_dense(q_BNTH[:, :, start:stop], k_BKTH[:, :, :n_keys],
+                                    v_BKTH[:, :, :n_keys], mask_BTS, cfg))
+    return jnp.concatenate(halves, axis=2)
+
+
+MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
+SPLASH_LEN = 2**15  # longer, JAX's splash kernel takes minutes to lay out its mask on the host
+
+
+def choose_attention(cfg, platform):
+    """cfg.attention, with "auto" resolved to the fastest that works. platform: "cuda" for an NVIDIA
+    GPU of compute capability 8.0 or later, "tpu", or another.
+
+    Raises ValueError when the kernel that cfg.attention names cannot be used.
+    """
+    H, T = cfg.head_dim, cfg.seq_len
+    one_document = cfg.packing == "stream" and not cfg.document_mask
+    all_slide = all(_layer_window(kind, cfg) for kind in layer_kinds(cfg))
+    works = {
+        # cuDNN's deterministic gradient raises an IndexError in XLA (jax 0.11.2, H100 and H200).
+        "cudnn": (platform == "cuda" and cfg.dtype in ("bfloat16", "float16")
+                  and not cfg.deterministic and H % 8 == 0 and H <= 128 and not cfg.attn_softcap
+                  and (one_document or T <= MASK_LEN)),
+        "pallas": (platform == "tpu" and H % 128 == 0 and T % 128 == 0 and not cfg.attn_softcap
+                   and (T <= SPLASH_LEN or all_slide)),
+        "xla": True,
+    }
+    if cfg.attention == "auto":
+        usable = [kernel for kernel in works if works[kernel]]
+        return usable[0]
+    if not works[cfg.attention]:
+        raise ValueError(f"attention {cfg.attention}: cannot run on this device ({platform}), or "
+                         f"not with dtype {cfg.dtype}, head_dim {H}, seq_len {T}, packed rows, "
+                         "attn_softcap or deterministic as they are; choose xla or auto")
+    return cfg.attention
 
 
 # ---- sharding
@@ -831,10 +926,10 @@ def flops_per_token(cfg, seq_len, keys=None):
 
 # ---- optional
 #
-# One section for each optional feature: helpers of several sections, choice of the attention
-# kernel, generation, layers that differ, rotary scaling, dropout, label smoothing, document mask,
-# rematerialization, memory flags, loss in tiles, values per example, MLP in tiles, attention by
-# blocks, attention by cuDNN, attention by Pallas, LoRA, experts, Hugging Face.
+# One section for each optional feature: helpers of several sections, generation, layers that
+# differ, rotary scaling, dropout, label smoothing, document mask, rematerialization, memory flags,
+# loss in tiles, values per example, MLP in tiles, attention by blocks, attention by cuDNN,
+# attention by Pallas, LoRA, experts, Hugging Face.
 
 
 # ---- helpers of several sections
@@ -897,101 +992,6 @@ def _by_heads(attend):
     rows = P(BATCH_AXES)
     heads = P(BATCH_AXES, ("tp", "sp"))
     return on_each_device(attend, (heads, heads, heads, rows), heads, "tp")
-
-
-# ---- choice of the attention kernel
-
-# Longest sequence with dense attention. Beyond it attention by blocks is faster, and its memory is
-# linear in T.
-DENSE_LEN = 1024
-
-
-def _attend(q_BNTH, k_BKTH, v_BKTH, w, attn_inputs, cfg):
-    """Attention within a sequence: (a_BNTH, {} or, in generation, {"cache": the new one}).
-
-    By a fused kernel on GPUs or TPUs, for a long sequence one block of scores at a time, or else
-    all at once.
-    """
-    # Optional: rotary scaling, queries that grow with their position.
-    if cfg.rope_query_beta:
-        q_BNTH = _scale_by_position(q_BNTH, attn_inputs["positions"], cfg)
-    if "cache" in w:
-        a_BNTH, cache = _attend_to_cache(q_BNTH, k_BKTH, v_BKTH, w["cache"], attn_inputs, cfg)
-        return a_BNTH, {"cache": cache}
-    kernel = _attend_in_halves
-    if q_BNTH.shape[2] > DENSE_LEN:
-        kernel = _attend_in_blocks
-    if cfg.attention == "cudnn":
-        kernel = _attend_cudnn
-    if cfg.attention == "pallas":
-        kernel = _attend_pallas
-    return kernel(_for_cpu(q_BNTH, cfg), _for_cpu(k_BKTH, cfg), v_BKTH, attn_inputs, cfg), {}
-
-
-def _attention_mask(query_pos, n_keys, window):
-    """Whether a query sees a key, [B, T, S]: the key is not later, and within the window (0: none).
-
-    query_pos [B, T]: the index of each query among the keys.
-    """
-    distance = query_pos[:, :, None] - jnp.arange(n_keys)[None, None, :]
-    mask = distance >= 0
-    if window:
-        mask &= distance < window
-    return mask
-
-
-def _attend_in_halves(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
-    """Attention within a sequence, where `_attend` has no better kernel, as on CPUs: a_BNTH.
-
-    The queries are in two halves: the first skips the later keys, and with them a quarter of all
-    scores.
-    """
-    B, _, T, _ = q_BNTH.shape
-    segments = attn_inputs["segments"]
-    middle = (T + 1) // 2
-    halves = []
-    for start, stop in ((0, middle), (middle, T)):
-        n_keys = stop  # no query sees a later key
-        query_pos_BT = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
-        mask_BTS = _attention_mask(query_pos_BT, n_keys, attn_inputs["window"])
-        # Optional: document mask, where a query sees keys of its own document only.
-        if segments is not None:
-            mask_BTS &= _same_segment(segments[:, start:stop], segments[:, :n_keys])
-        halves.append(_attend_dense(q_BNTH[:, :, start:stop], k_BKTH[:, :, :n_keys],
-                                    v_BKTH[:, :, :n_keys], mask_BTS, cfg))
-    return jnp.concatenate(halves, axis=2)
-
-
-MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
-SPLASH_LEN = 2**15  # longer, JAX's splash kernel takes minutes to lay out its mask on the host
-
-
-def choose_attention(cfg, platform):
-    """cfg.attention, with "auto" resolved to the fastest that works. platform: "cuda" for an NVIDIA
-    GPU of compute capability 8.0 or later, "tpu", or another.
-
-    Raises ValueError when the kernel that cfg.attention names cannot be used.
-    """
-    H, T = cfg.head_dim, cfg.seq_len
-    one_document = cfg.packing == "stream" and not cfg.document_mask
-    all_slide = all(_layer_window(kind, cfg) for kind in layer_kinds(cfg))
-    works = {
-        # cuDNN's deterministic gradient raises an IndexError in XLA (jax 0.11.2, H100 and H200).
-        "cudnn": (platform == "cuda" and cfg.dtype in ("bfloat16", "float16")
-                  and not cfg.deterministic and H % 8 == 0 and H <= 128 and not cfg.attn_softcap
-                  and (one_document or T <= MASK_LEN)),
-        "pallas": (platform == "tpu" and H % 128 == 0 and T % 128 == 0 and not cfg.attn_softcap
-                   and (T <= SPLASH_LEN or all_slide)),
-        "xla": True,
-    }
-    if cfg.attention == "auto":
-        usable = [kernel for kernel in works if works[kernel]]
-        return usable[0]
-    if not works[cfg.attention]:
-        raise ValueError(f"attention {cfg.attention}: cannot run on this device ({platform}), or "
-                         f"not with dtype {cfg.dtype}, head_dim {H}, seq_len {T}, packed rows, "
-                         "attn_softcap or deterministic as they are; choose xla or auto")
-    return cfg.attention
 
 
 # ---- generation

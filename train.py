@@ -215,7 +215,7 @@ def train_run(run, state, params):
     compile_s = timers["seconds"]["compile"]
 
     # ---- state
-    meta, state = load_state(run, start, state, params)
+    meta, state = load_state(run, start, run.programs, state, params)
     # Optional: data that grows.
     if "restore" in run.train_data:
         run.train_data["restore"](meta.get("data", {}).get("windows", []))
@@ -435,10 +435,9 @@ def log_step(run):
 
     # Log the means since the last log row, with speeds.
     with timed(timers, "other"):
-        values |= steplib.means(progress.since_log)
+        since_log = values | steplib.means(progress.since_log)
         progress.since_log.clear()
-        row |= numbers(values)
-        row |= numbers(run.task["metrics"](values, run.train_data))
+        row |= numbers(since_log) | numbers(run.task["metrics"](since_log, run.train_data))
         speeds = throughput(run, step, row)
         taken = sorted(speeds.keys() & row.keys())
         assert not taken, f"metrics {', '.join(taken)}: are names of a log row; rename them"
@@ -507,8 +506,7 @@ def stop_reason(run, step):
 
     # A loss or gradient that is not finite.
     if not run.progress.is_finite and cfg.on_nonfinite == "stop":
-        return (f"a loss or gradient is not finite near step {step}; that update was skipped, and "
-                "the newest state is saved"), 1
+        return f"a loss or gradient is not finite near step {step}; that update was skipped", 1
 
     # The conditions of --stop. A loss above its bound is a failure.
     values = metrics | {
@@ -943,11 +941,11 @@ def check_checkpoint(run, start):
     config.raise_if_errors(errors, f"mode {cfg.mode}, {start.root}")
 
 
-def load_state(run, start, state=None, params=None):
-    """(meta of its checkpoint or {}, the state) that find_state has found. Where
-    run.programs["state"] has only parameters, so has the state.
+def load_state(run, start, programs, state=None, params=None):
+    """(meta of its checkpoint or {}, the state) that find_state has found. programs: "state" and
+    "init" of lower_steps; where that state has only parameters, so has the result.
     """
-    cfg, like, init = run.cfg, run.programs["state"], run.programs["init"]
+    cfg, like, init = run.cfg, programs["state"], programs["init"]
     key = jax.random.key(cfg.seed)
     if state is not None:
         shardings = jax.tree.map(lambda x: x.sharding, like)
@@ -2435,8 +2433,8 @@ def load_run(cfg, task=TEXT, hooks=()):
 def load_saved(run, start, state=None, params=None):
     """(step, parameters) that find_state has found."""
     like = {"params": steplib.lower_steps(*step_args(run))["state"]["params"]}
-    run.programs = {"state": like, "init": lambda key, params: {"params": params}}
-    meta, loaded = load_state(run, start, state, params)
+    programs = {"state": like, "init": lambda key, params: {"params": params}}
+    meta, loaded = load_state(run, start, programs, state, params)
     step = meta.get("step", 0) if state is None else int(state["step"])
     return step, loaded["params"]
 

@@ -373,7 +373,7 @@ def describe(machine):
     return f"{line}; Python {machine['python']}, {versions}"
 
 
-def setup_of(flags, n_devices=1, hooks=()):
+def run_of(flags, n_devices=1, hooks=()):
     """train.setup_run with these fields, on the first devices."""
     flags = {"fsdp": 1, "sample_tokens": 0, "val_frac": 0.0, "out_dir": "",
              "cache_dir": cache_dir()} | flags
@@ -387,9 +387,9 @@ def cache_dir():
     return os.environ["CHECK_SCRATCH"] + "/cache"
 
 
-def make_batch(setup):
+def make_batch(run):
     """A batch on the devices: random tokens, 1 in 10 labels ignored, documents of 100 tokens."""
-    cfg = setup.cfg
+    cfg = run.cfg
     shape = (cfg.batch_size, cfg.seq_len)
     rng = np.random.default_rng(0)
     index = np.broadcast_to(np.arange(cfg.seq_len), shape)
@@ -398,24 +398,24 @@ def make_batch(setup):
               "labels": np.where(rng.random(shape) < 0.1, -100, labels),
               "segments": index // 100 + 1, "positions": index % 100}
     return {name: jax.device_put(arrays[name].astype(x.dtype), x.sharding)
-            for name, x in setup.batch.items()}
+            for name, x in run.batch.items()}
 
 
-def programs_of(setup):
-    return steplib.compile_steps(steplib.lower_steps(*train.step_args(setup)))
+def programs_of(run):
+    return steplib.compile_steps(steplib.lower_steps(*train.step_args(run)))
 
 
 # ---- speed and memory
 
 def speed(shape):
     """Measure the speed and the peak memory of a shape, and compare both with the plan."""
-    setup = setup_of((SHAPES | CPU_SHAPES)[shape])
-    cfg, mesh = setup.cfg, setup.mesh
+    run = run_of((SHAPES | CPU_SHAPES)[shape])
+    cfg, mesh = run.cfg, run.mesh
     kind = mesh.devices.flat[0].device_kind
 
     # Compile as a run does.
     began = time.perf_counter()
-    lowered = steplib.lower_steps(*train.step_args(setup))
+    lowered = steplib.lower_steps(*train.step_args(run))
     update = lowered["lower_train_step"]().compile()
     init = lowered["init"]
     compile_s = time.perf_counter() - began
@@ -426,7 +426,7 @@ def speed(shape):
         yield record("SKIP", "speed", f"does not fit: {e.args[0]}")
         return
 
-    batch = make_batch(setup)
+    batch = make_batch(run)
     state = init(jax.random.key(0))
     lr = steplib.lr_at(0, cfg)
 
@@ -449,7 +449,7 @@ def speed(shape):
         return
 
     tokens = cfg.batch_size * cfg.seq_len
-    flops, _ = setup.task["flops"]({}, cfg)
+    flops, _ = run.task["flops"]({}, cfg)
     text = f"{1000 * step_s:,.4g} ms a step, {tokens / step_s:,.0f} tokens/s"
     tflops, _ = steplib.peaks(kind)
     if tflops:
@@ -516,10 +516,10 @@ def make_references():
     """Compute loss and gradients of each case in float64 on the CPU, operation by operation."""
     assert jax.config.jax_enable_x64 and jax.devices()[0].platform == "cpu"
     for case in CASES:
-        setup = setup_of(SMALL | CASES[case] | {"dtype": "float32"})
-        cfg = setup.cfg
-        batch = make_batch(setup)
-        params = setup.task["init"](jax.random.key(0), cfg)
+        run = run_of(SMALL | CASES[case] | {"dtype": "float32"})
+        cfg = run.cfg
+        batch = make_batch(run)
+        params = run.task["init"](jax.random.key(0), cfg)
         # Scales other than 1, so that a forgotten one is noticed.
         rng = np.random.default_rng(1)
         for name, x in params.items():
@@ -634,8 +634,8 @@ def numbers(dtype, attention, variants):
 
 def small_step(case, changes):
     """Take one compiled step; return {"loss", "norm", "lr", "grads", "old", "new", "cfg"}."""
-    setup = setup_of(SMALL | CASES[case] | changes, hooks=(record_gradients,))
-    programs = programs_of(setup)
+    run = run_of(SMALL | CASES[case] | changes, hooks=(record_gradients,))
+    programs = programs_of(run)
     saved = np.load(reference_path(case))
     old = {}
     params = {}
@@ -644,11 +644,11 @@ def small_step(case, changes):
         params[name] = jax.device_put(old[name], x.sharding)
     state = programs["init"](jax.random.key(0), params=params)
     state, metrics = programs["train_step"](
-        state, make_batch(setup), steplib.lr_at(0, setup.cfg))
+        state, make_batch(run), steplib.lr_at(0, run.cfg))
     return {"loss": float(steplib.means(metrics["sums"])["loss"]),
             "norm": float(metrics["grad_norm"]), "lr": float(metrics["lr"]),
             "grads": jax.device_get(state["opt"]["grads"]), "old": old,
-            "new": jax.device_get(state["params"]), "cfg": setup.cfg}
+            "new": jax.device_get(state["params"]), "cfg": run.cfg}
 
 
 def against_float64(name, case, found, precision):
@@ -789,16 +789,16 @@ def repeat_step(how, n_calls):
     fields = SMALL | CASES["plain"] | {"deterministic": option == "deterministic"}
     if jax.devices()[0].platform == "cpu":
         fields |= FAST
-    setup = setup_of(fields)
-    programs = programs_of(setup)
-    batch = make_batch(setup)
+    run = run_of(fields)
+    programs = programs_of(run)
+    batch = make_batch(run)
     initial = programs["init"](jax.random.key(0))
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
     first, n_different, n_done, wrong = None, 0, 0, ""
     began = time.monotonic()
     while n_done < int(n_calls) and time.monotonic() - began < SECONDS:
         state, _ = programs["train_step"](
-            copy(initial), batch, steplib.lr_at(0, setup.cfg))
+            copy(initial), batch, steplib.lr_at(0, run.cfg))
         digest = jax.device_get(programs["digest"](state))
         n_done += 1
         first = first or digest
@@ -806,7 +806,7 @@ def repeat_step(how, n_calls):
         if differences:
             n_different += 1
             wrong = wrong or f", the first is that of {differences[0]} in call {n_done}"
-    found = checked(f"{n_done} calls of one step, {how}, {setup.cfg.dtype}", n_different, 0,
+    found = checked(f"{n_done} calls of one step, {how}, {run.cfg.dtype}", n_different, 0,
                     "other digests:")
     found["text"] += wrong
     found["figures"]["digest"] = jax.tree.map(lambda x: x.tolist(), first)
@@ -828,12 +828,12 @@ def mesh():
         batch_size=2 * n, seq_len=32 * n, grad_accum_steps=1, n_heads=n, n_kv_heads=n, head_dim=16,
         dtype="float32", attention="xla")
     experts = dense | {"n_experts": n}
-    expected = {"dense": three_losses(setup_of(dense)), "experts": three_losses(setup_of(experts))}
+    expected = {"dense": three_losses(run_of(dense)), "experts": three_losses(run_of(experts))}
     for axis in steplib.AXES:
         kind, sizes = ("experts", experts) if axis == "ep" else ("dense", dense)
         try:
             # One axis has all devices, also if it is fsdp.
-            found = three_losses(setup_of(sizes | {axis: n}, n))
+            found = three_losses(run_of(sizes | {axis: n}, n))
         except ValueError as e:  # a mesh that this model cannot have
             yield record("SKIP", f"{axis} {n}", str(e).splitlines()[0])
             continue
@@ -842,14 +842,14 @@ def mesh():
         yield checked(f"{axis} {n}", error, 1e-5, text)
 
 
-def three_losses(setup):
+def three_losses(run):
     """The losses of three steps."""
-    programs = programs_of(setup)
-    batch = make_batch(setup)
+    programs = programs_of(run)
+    batch = make_batch(run)
     state = programs["init"](jax.random.key(0))
     losses = []
     for i in range(3):
-        lr = steplib.lr_at(i, setup.cfg)
+        lr = steplib.lr_at(i, run.cfg)
         state, metrics = programs["train_step"](state, batch, lr)
         losses.append(float(steplib.means(metrics["sums"])["loss"]))
     return losses

@@ -64,7 +64,7 @@ def main(argv):
 # ---- the run and its batches
 
 def open_run(out_dir, task, kind, span=None):
-    """(setup, source of the training data, log rows) of a run.
+    """(run, source of the training data, log rows).
 
     span: (first, last) steps that are trained again: the run must have trained them with one
     config. Without it, the config is the newest.
@@ -88,18 +88,18 @@ def open_run(out_dir, task, kind, span=None):
     cfg = dataclasses.replace(config.without_launch_fields(cfg), out_dir=str(out_dir))
     # Another number of devices makes the same batches. Its numbers are rounded differently.
     try:
-        setup = train.setup_run(cfg, task)
+        run = train.setup_run(cfg, task)
     except ValueError:
         cfg = dataclasses.replace(cfg, dp=-1, fsdp=1, ep=1, tp=1, sp=1, slices=1)
-        setup = train.setup_run(cfg, task)
-    source = train.open_data(setup.task, setup.cfg, {"train"})["train"]
-    meta = ckpt.newest_meta(setup.root)
+        run = train.setup_run(cfg, task)
+    source = train.open_data(run.task, run.cfg, {"train"})["train"]
+    meta = ckpt.newest_meta(run.root)
     if meta and meta["data"]["fingerprint"] != source["fingerprint"]:
         raise ValueError(f"data: the files have changed since step {meta['step']}: they are "
                          f"{source['fingerprint']}, and were {meta['data']['fingerprint']}; "
                          "restore them")
-    setup.cfg = train.set_steps(setup.cfg, source)
-    return setup, source, rows
+    run.cfg = train.set_steps(run.cfg, source)
+    return run, source, rows
 
 
 def batch_index(cfg, step):
@@ -180,21 +180,21 @@ def replay(out_dir, step, around=0, task=train.TEXT, kind=config.Config):
         raise ValueError(f"--step {step}: must be 1 or more; step 0 is the initial state")
     if around < 0:
         raise ValueError(f"--around {around}: must be 0 or more")
-    setup, _, _ = open_run(out_dir, task, kind)
-    n_steps = setup.cfg.steps
+    run, _, _ = open_run(out_dir, task, kind)
+    n_steps = run.cfg.steps
     if step > n_steps:
         raise ValueError(f"--step {step}: the run has {n_steps} steps")
-    first = max([n for n in ckpt.steps(setup.root) if n < step - around], default=0)
+    first = max([n for n in ckpt.steps(run.root) if n < step - around], default=0)
     last = min(step + around, n_steps)
-    setup, source, rows = open_run(out_dir, task, kind, (first, last))
-    cfg = setup.cfg
-    if not train.steplib.takes(setup.task["loss"], "examples"):
+    run, source, rows = open_run(out_dir, task, kind, (first, last))
+    cfg = run.cfg
+    if not train.steplib.takes(run.task["loss"], "examples"):
         raise ValueError("this task has no loss per position; replay shows those of text")
 
-    params, losses, differences, n_compared = train_to(setup, rows, step, first, last, task)
+    params, losses, differences, n_compared = train_to(run, rows, step, first, last, task)
     index = batch_index(cfg, step)
     batch = source["batch"](index, np.arange(cfg.batch_size))
-    found = measure_rows(params, batch, setup)
+    found = measure_rows(params, batch, run)
     tokenizer = data.make_cfg_tokenizer(cfg)
     spans = sequences_of(source["dataset"], index, cfg) if "dataset" in source else []
     for each in found:
@@ -225,13 +225,13 @@ def replay(out_dir, step, around=0, task=train.TEXT, kind=config.Config):
     return found
 
 
-def train_to(setup, rows, step, first, last, task):
+def train_to(run, rows, step, first, last, task):
     """Train again from the checkpoint of step `first` (0: from the start) to step `last`.
 
     Returns (parameters of step - 1, {step: loss}, differences from the log as texts, number of
     losses and digests that were compared).
     """
-    cfg = setup.cfg
+    cfg = run.cfg
     logged = {}  # {(event, step): the value in the log}
     for row in rows:
         if row["event"] == "log":
@@ -257,7 +257,7 @@ def train_to(setup, rows, step, first, last, task):
 
     with tempfile.TemporaryDirectory(prefix="replay") as scratch:
         if first:
-            audit.copy_checkpoint(setup.root, first, scratch)
+            audit.copy_checkpoint(run.root, first, scratch)
         again = dataclasses.replace(
             config.without_launch_fields(cfg), out_dir=scratch, ckpt_dir="",
             resume="must" if first else "auto", stop=(str(last),), eval_every=0,
@@ -270,13 +270,13 @@ def train_to(setup, rows, step, first, last, task):
     return kept, losses, differences, len(compared)
 
 
-def measure_rows(params, batch, setup):
+def measure_rows(params, batch, run):
     """The fraction of the loss and the norm of the gradient of each row of a batch, the largest
     fraction first.
     """
-    cfg = setup.cfg
-    setup.hooks = train.load_functions("hooks", cfg.hooks)
-    loss = train.emit(setup, "loss_fn", setup.task["loss"])
+    cfg = run.cfg
+    run.hooks = train.load_functions("hooks", cfg.hooks)
+    loss = train.emit(run, "loss_fn", run.task["loss"])
 
     def divisor_and_nats(params, row):
         _, counts, values = loss(params, row, cfg, examples=True)
@@ -311,8 +311,8 @@ def find(out_dir, text, steps=""):
     """Print and return the steps whose batches have a row with a text: [(step, row, origin)]."""
     if not text:
         raise ValueError("--find '': must have a character")
-    setup, source, _ = open_run(out_dir, train.TEXT, config.Config)
-    cfg = setup.cfg
+    run, source, _ = open_run(out_dir, train.TEXT, config.Config)
+    cfg = run.cfg
     tokenizer = data.make_cfg_tokenizer(cfg)
     first, _, last = steps.partition(":")
     with data.as_value_error(f"--steps {steps!r}: must be as 100:200", ValueError):

@@ -124,8 +124,8 @@ def randomness(cfg):
     """The keys of the initialization and of a sample, and the first batch."""
     run = train.setup_run(cfg)
     start = train.find_state(run, is_training=True)
-    run.programs = {"init": lambda key, params: jax.random.key_data(key), "state": {"params": {}}}
-    _, key = train.load_state(run, start)
+    programs = {"init": lambda key, params: jax.random.key_data(key), "state": {"params": {}}}
+    _, key = train.load_state(run, start, programs)
 
     def preview(params, key, source, cfg):
         return [{"prompt": "", "text": str(jax.random.key_data(key).tolist())}]

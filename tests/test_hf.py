@@ -829,8 +829,8 @@ def read_adapted(cfg, folder):
     sources = (f"{folder}/hf", f"{folder}/adapter")
     cfg = dataclasses.replace(
         cfg, mode="eval", seq_len=24, init_from=sources, out_dir=f"{folder}/read")
-    setup, _, params = train.load_run(cfg)
-    return jax_logits(jax.device_get(params), setup.cfg, make_mesh(None)), setup.cfg
+    run, _, params = train.load_run(cfg)
+    return jax_logits(jax.device_get(params), run.cfg, make_mesh(None)), run.cfg
 
 
 def assert_logits_of(tuned, logits):

@@ -240,6 +240,6 @@ def test_an_adapter_and_its_base(cache, tiny, tmp_path):
     put(cache, "model", "o/a", COMMIT_1, {
         "adapter_config.json": '{"peft_type": "LORA", "r": 2, "lora_alpha": 3}',
         "adapter_model.safetensors": (tmp_path / "adapter").read_bytes()})
-    setup, _, params = train.load_run(tiny(mode="eval", init_from=("hf://o/n", "hf://o/a")))
-    assert setup.cfg.lora_alpha == 3 and setup.cfg.lora_targets == ("layers.wo",)
+    run, _, params = train.load_run(tiny(mode="eval", init_from=("hf://o/n", "hf://o/a")))
+    assert run.cfg.lora_alpha == 3 and run.cfg.lora_targets == ("layers.wo",)
     assert (params["layers.wo.lora_b"] == 0.5).all()

@@ -27,8 +27,8 @@ def chat(cfg, hooks=(), task=train.TEXT):
     """Load a model and talk until the input ends; the summary."""
     if not cfg.sample_tokens:
         config.raise_if_errors(["sample_tokens 0: an answer needs at least 1"])
-    setup, step, params = train.load_run(cfg, task, hooks)
-    cfg = setup.cfg
+    run, step, params = train.load_run(cfg, task, hooks)
+    cfg = run.cfg
     speaker = {
         "params": params,
         "cfg": cfg,
@@ -38,7 +38,7 @@ def chat(cfg, hooks=(), task=train.TEXT):
     }
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  keys to edit a line
-    with jax.set_mesh(setup.mesh):
+    with jax.set_mesh(run.mesh):
         converse(speaker)
     return {"step": step, "reason": "chat", "exit_code": 0}
 

@@ -135,10 +135,11 @@ def open_prompts(run, parts, cfg):
     """Sources of batches without answers, which `on_event` adds. Puts all prompts and the rewards
     into run.
     """
-    data.check_disjoint({"data": {"": cfg.data}, "val_data": {"": cfg.val_data}})
+    val_sets = data.named_sets(cfg.val_data)
+    data.check_disjoint({"data": {"": cfg.data}, "val_data": val_sets})
     run.update(prompts=[], rewards=load_rewards(cfg))
     sets = {}
-    for name, patterns in data.named_sets(cfg.val_data).items():
+    for name, patterns in val_sets.items():
         sets[name] = read_prompts(patterns, cfg)
     prompts = []
     if "train" in parts or not sets:
