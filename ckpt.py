@@ -3,7 +3,8 @@
 
 Commit: (1) each process writes its shards to root/000000100/<id>/ and syncs them; (2) process 0
 waits for all; (3) it writes root/000000100/meta.json, which names <id>: one atomic write, also in
-an object store. Without meta.json there is no checkpoint. Only process 0 lists them.
+an object store. Without meta.json there is no checkpoint. Process 0 chooses the one
+to restore.
 
     ckpt.wait(ckpt.save("runs", 7, tree)); tree = ckpt.restore("runs", 7, like=tree)
 """
@@ -981,7 +982,8 @@ def lock_folders(out_dir, root, log=print):
     """Make out_dir and a local root; lock them and a bucket against other runs. Process 0 does it
     for all processes. Delete the remains of interrupted saves.
 
-    Yield check(), which raises ValueError once a newer process of this run writes to the bucket.
+    Yield check(), which raises ValueError once a newer process of this run has the bucket, or its
+    lock is gone.
     """
     if jax.process_index():
         yield lambda: None
@@ -1156,7 +1158,7 @@ def replace_file(path, text):
 
 
 # ---- optional
-# Rooms: locks of buckets, sources of weights, verify, safetensors, exports.
+# Sections: locks of buckets, sources of weights, verify, safetensors, exports.
 
 # ---- locks of buckets
 

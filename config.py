@@ -41,7 +41,7 @@ Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all r
 
 
 # The comment beside or above a field is its --help. A size of 0 is filled in by derive_text,
-# vocab_size by the tokenizer, "auto" by train.resolve.
+# vocab_size by the tokenizer, "auto" of the dtype and the kernels by train.resolve.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run
@@ -55,7 +55,7 @@ class Config:
     # delete it first
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"
     allow_change: Texts = ()  # fields that may differ from the checkpoint's
-    # fields that --init_from may not replace, as those of flags and --config
+    # fields that --init_from may not replace: those of flags, of --config and of a run's config
     explicit: Texts = dataclasses.field(default=(), compare=False)
     # initial parameters: runs as DIR, DIR@best or DIR@400, Hugging Face weights, also as
     # hf://ORG/NAME@REVISION, adapters of PEFT; the last with a parameter wins. Options, as in 'DIR
@@ -111,7 +111,8 @@ class Config:
     d_ff: NonNegInt = 0  # width of the MLP; 0: 8/3 d_model, rounded up to 32
     vocab_size: NonNegInt = 0  # token ids; 0: the tokenizer's
 
-    # From here to experts_per_token: another model, perhaps of equal shapes.
+    # Another value of a field from here to experts_per_token is another model, even if all shapes
+    # stay equal.
 
     n_heads: PosInt = 2  # query heads
     n_kv_heads: NonNegInt = 0  # key and value heads; 0: n_heads
@@ -206,7 +207,7 @@ class Config:
 
     # ---- mesh
 
-    # A resume may change all from here on but reload_every (RESUMABLE_FIELDS).
+    # A resume may change all from here on but reload_every (RESUMABLE_FIELDS, check_resumable).
 
     dp: Axis = 1  # devices that split batch, gradients and moments (ZeRO-2); -1: all remaining
     fsdp: Axis = -1  # devices that also split parameters (ZeRO-3)
@@ -269,8 +270,8 @@ def parse(argv, kind=Config):
     """
     # Each source is a dict {field: value}, which may be empty. The right one of | wins.
     typed = _typed_values(argv, kind)  # --help exits
-    from_branch = _branch_values(kind(**typed))
     from_file = _load_values(typed.get("config", ""), kind)
+    from_branch = _branch_values(kind(**from_file | typed))
     # A first config tells the folder, which may hold a run with a config of its own.
     first = kind(**from_branch | from_file | typed)
     out_dir = _choose_out_dir(first, typed)
@@ -283,7 +284,7 @@ def parse(argv, kind=Config):
 
     values = (from_run or from_branch) | from_file | typed
     values |= {"explicit": tuple(sorted(values)), "out_dir": out_dir}
-    if from_run:  # changed_flags compares with the config.json of the run
+    if from_run:  # _unused_errors refuses only what this launch adds to it
         values["config"] = from_run["config"]
     return kind(**values)
 
@@ -698,7 +699,7 @@ def _branch_values(cfg):
     if not cfg.branch_from:
         return {}
     folder, _ = parse_branch(os.path.expanduser(cfg.branch_from))
-    return _run_config(folder, type(cfg)) | {"ckpt_dir": "", "export": ""}
+    return _run_config(folder, type(cfg)) | {"out_dir": "", "ckpt_dir": "", "export": ""}
 
 
 def _run_config(folder, kind):
@@ -1265,7 +1266,7 @@ def architecture_mismatch(saved, current):
 
 
 # ---- optional
-# Rooms: names in other trainers, evaluation batches of another size, presets.
+# Sections: names in other trainers, evaluation batches of another size, presets.
 
 # ---- names in other trainers
 

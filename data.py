@@ -35,10 +35,11 @@ from tqdm import tqdm
 
 # How the training loop gets a batch:
 #
-#   source = open_text(("train", "val"), cfg)["train"]     once
-#   for batch, waited_s in prefetch(...):                  a thread makes two batches ahead:
+#   source = open_text(("train", "val"), cfg)["train"]
+#   def make(step):                                        in a thread, two batches ahead
 #       batch = source["batch"](step, rows)                NumPy: the rows of this process
-#       to_device(batch, shardings, batch_size)            global arrays, sharded over the mesh
+#       return to_device(batch, shardings, batch_size)     global arrays, sharded over the mesh
+#   for batch, waited_s in prefetch(make, first_step, cfg.steps):
 #
 # A shard is an array of tokens on disk, with more about it: see `tokenize_files`.
 # A dataset is shards cut into sequences. An example is the index of a sequence in it.
@@ -103,8 +104,8 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
 def read_sequences(dataset, examples):
     """Build the batch of these examples."""
     shard_of, offsets = locate(dataset, examples)
-    shards = [dataset["shards"][i] for i in shard_of.tolist()]
-    for shard in shards[:2]:  # a check costs as much as a row
+    shards = [dataset["shards"][i] for i in shard_of.tolist()]  # one for each row
+    for shard in shards[:2]:  # not of all rows: a check costs as much as a row
         _check_unchanged(shard)
     if dataset["seq_format"]["packing"] == "stream":
         # The last sequence begins earlier: at 5, not 8, of 10 tokens.
@@ -258,7 +259,7 @@ def open_text(parts, cfg):
     parts: which of "train" and "val" are needed. A set without a name is named "". A source is {
         "n": number of sequences,
         "batch": (index, rows, batch_size=cfg.batch_size) -> these rows of a batch,
-        "fingerprint": a text that differs when the tokens do, and more: see `make_source`}.
+        "fingerprint": a text by which a resume finds other tokens; see `make_source`}.
     """
     tokenizer = make_cfg_tokenizer(cfg)
     open_files = file_opener(cfg, tokenizer)
@@ -284,7 +285,7 @@ def open_text(parts, cfg):
     return {"train": train, "val": val}
 
 
-TOKEN_FILES = (".bin", ".npy")  # suffixes of files of token ids; all others are text
+TOKEN_FILES = (".bin", ".npy")  # suffixes of files of token ids; see rows_in for all others
 
 
 def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
@@ -310,7 +311,7 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
 
 
 # ---- supporting
-# Every run uses these, but the names say enough for a first reading: the permutation, sources, text
+# Most runs use these, but the names say enough for a first reading: the permutation, sources, text
 # files to tokens, token cache, the tokenizer, metrics of text, validation data from training data,
 # sets of files, checks of files and ids, errors.
 
@@ -1067,10 +1068,8 @@ def _decode_numbers(ids):
 # ---- metrics of text
 
 def fingerprint(dataset):
-    """A line that differs when the tokens do: their number and a checksum.
-
-    The checksum is over the first and last 2^20 tokens of each shard, fewer of each if there are
-    many shards.
+    """A line by which a resume finds other tokens: their number, and a checksum of the first and
+    last 2^20 of each shard, fewer of each if there are many shards.
     """
     shards = dataset["shards"]
     n = max(2**20 // len(shards), 2**10)

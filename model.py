@@ -53,8 +53,8 @@ def param_table(cfg):
     mlp_out = ("normal", (2 * L * F) ** -0.5)
 
     # tp splits heads, the MLP's width and the vocabulary.
-    in_spec = P(None, WEIGHT_AXES, "tp")  # column-parallel: no all-reduce
-    out_spec = P(None, "tp", WEIGHT_AXES)  # row-parallel: all-reduce over tp
+    in_spec = P(None, WEIGHT_AXES, "tp")  # column-parallel: an all-reduce over tp in backward
+    out_spec = P(None, "tp", WEIGHT_AXES)  # row-parallel: in forward
 
     table = {
         "embed": _row((V, D), P("tp", WEIGHT_AXES), normal),
@@ -85,7 +85,7 @@ def _row(shape, spec, init):
 def init(key, cfg, table=None):
     """Draw the parameters of a table (default: param_table(cfg)) in cfg.param_dtype.
 
-    A parameter's values depend on key, its name and its shape alone.
+    A parameter's values depend on its row, its name and the key alone.
     """
     if table is None:
         table = param_table(cfg)
@@ -119,7 +119,7 @@ def hidden_states(params, batch, cfg, train_keys=None, cache=None):
     cache: in generation, earlier keys and values. Other results: {"router": statistics [L, B, T]},
     {"cache": the new one}, or {}.
 
-    Float32 whatever cfg.dtype: norms, rotary positions, softmax, router, logits, loss.
+    Float32 whatever cfg.dtype: norms, rotary positions, softmax, router, loss.
     """
     params, weights = _cast_params(params, cfg)  # weights: those of layers, without the prefix
     with jax.named_scope("embedding"):
@@ -216,8 +216,8 @@ def _self_attention(x_BTD, w, attn_inputs, cfg):
     q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH, cfg)
     q_BNTH = _rotate(q_BNTH, attn_inputs)
     k_BKTH = _rotate(k_BKTH, attn_inputs)
-    # By default _attend_dense, for each half of the queries. Optional: fused kernels, blocks,
-    # generation.
+    # On a CPU _attend_dense, for each half of the queries. Optional: fused kernels, blocks of a
+    # long sequence, generation.
     a_BNTH, results = _attend(q_BNTH, k_BKTH, v_BKTH, w, attn_inputs, cfg)
     # Back, by a second all-to-all over sp.
     a_BNTH = _shard(a_BNTH, BATCH_AXES, ("tp", "sp"))
@@ -312,7 +312,7 @@ def label_logits(logits_BTV, labels_BT):
 
 # ---- supporting
 #
-# Every run uses these, but a first reading can skip them. In this order: patterns of names, parts
+# Most runs use these, but a first reading can skip them. In this order: patterns of names, parts
 # of a layer, inputs of the layers, choice of the attention kernel, sharding, matrix products, mixed
 # precision on CPUs, parts of the loss, FLOPs.
 
@@ -928,7 +928,7 @@ def flops_per_token(cfg, seq_len, keys=None):
 #
 # One section for each optional feature: helpers of several sections, generation, layers that
 # differ, rotary scaling, dropout, label smoothing, document mask, rematerialization, memory flags,
-# loss in tiles, values per example, MLP in tiles, attention by blocks, attention by cuDNN,
+# loss in tiles, MLP in tiles, attention by blocks, attention by cuDNN,
 # attention by Pallas, LoRA, experts, Hugging Face.
 
 

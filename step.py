@@ -46,7 +46,7 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
     old_params = _trained(state["params"], table)
     old_opt = state["opt"]
 
-    # Optional: random keys of the rows, for a loss that takes them.
+    # Random keys of the rows, for a loss that takes them.
     options = {}
     if takes(loss_fn, "train_keys"):
         options["train_keys"] = make_train_keys(state["step"], batch, cfg.seed)
@@ -204,8 +204,8 @@ def make_optimizer(cfg, table):
 # ---- evaluation
 
 def eval_step(params, batch, cfg, loss_fn):
-    """{name: (sum, count)} of one batch; with values per example, where the loss returns a dict of
-    them after sums and counts, (that, the dict). Microbatches as in train_step.
+    """{name: (sum, count)} of one batch, with microbatches as in train_step. If the loss also
+    returns a dict of values per example: (the pairs, that dict).
     """
     def microbatch_sums(microbatch):
         sums, counts, *examples = loss_fn(params, microbatch, cfg)
@@ -349,7 +349,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 
 # ---- supporting
 #
-# Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
+# Most runs use these, but a first reading can skip them. In this order: schedules, optimizers,
 # parts of the state, parts of a step, shapes and slices, evaluation of several batches, programs of
 # a run, devices, memory, digest of the state, peak figures of devices, description of the machine.
 

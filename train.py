@@ -4,7 +4,7 @@
 Owns what is trained (`TEXT`), the setup of a run, the loop with its actions, observers, the other
 modes and the command line. The only file that imports the others. Refuses a task with unknown keys
 and a config that cannot run. Invariant: every exit of the loop except a crash logs its reason and,
-unless save_end is off, saves.
+after the first step and unless save_end is off, saves.
 """
 import contextlib
 import ctypes
@@ -113,17 +113,18 @@ TEXT = {
 
 # ---- a run
 #
-# A run is a namespace. `setup_run` makes it from config, task and mesh. `guard` adds observers,
+# A run is a namespace. `setup_run` makes it from config and task. `guard` adds observers,
 # `train_run` the data, the compiled programs and all else that the loop reads. `run.progress` is
 # what the loop changes.
 
 
 def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     """Do what cfg.mode says. Return a summary with at least "step", "reason" and "exit_code"; after
-    training also "state", "mesh", "checkpoint", the path of the newest one, and the newest metrics,
-    as "val_loss". A run that is already finished gives its metrics, and no state.
+    training also "state", "mesh", "checkpoint", the path of that of the last step, and the newest
+    metrics, as "val_loss". A run that is already finished gives its metrics, and no state.
 
-    hooks: see `emit`. task: see `TEXT`. state, params: replace what is on disk; neither is changed.
+    hooks: see `emit`. task: see `TEXT`. state, params: to begin with; neither is changed. A run
+    that has a checkpoint refuses them.
     data: rows that replace files: an iterable or an indexable of dicts, such as a datasets.Dataset;
     or one for each split, {"train", and "validation" or "test"}.
     """
@@ -186,8 +187,8 @@ def train_run(run, state, params):
     """
     timers = run.progress.timers
 
-    # ---- data. It has to be the same in every process, and the checkpoints on a disk that all
-    # share. A folder that grows may have had fewer files when another process listed it.
+    # ---- data. Every process must have the same (a folder that grows may list fewer files in one),
+    # and all must share the disk of the checkpoints.
     opened = open_data(run.task, run.cfg, ("train", "val"))
     run.train_data, run.val_data = opened["train"], opened["val"]
     run.validation = describe_validation(run, run.val_data)
@@ -210,6 +211,7 @@ def train_run(run, state, params):
     # ---- step: compile before any array is allocated
     print0(f"compiling the training step, for {cfg.steps} steps ...")
     with timed(timers, "compile"):
+        # is_fresh: load_state will call init, without loaded parameters.
         is_fresh = bool(start.missing) and not start.load_from
         run.programs = steplib.compile_steps(steplib.lower_steps(*step_args(run)), is_fresh)
     compile_s = timers["seconds"]["compile"]
@@ -224,7 +226,7 @@ def train_run(run, state, params):
     run.is_branch = start.is_branch
 
     # Write config.json. It has the dtype that "auto" means here, so that the run can resume on
-    # another kind of CPU. Delete the run to overwrite only now that nothing else can go wrong.
+    # another kind of CPU. Delete the run to overwrite only now that the new one can start.
     typed = dataclasses.replace(run.typed, dtype=cfg.dtype)
     config_json = config.to_json(config.without_launch_fields(typed))
     if resumes and is_main() and not ckpt.read_json(Path(cfg.out_dir, "config.json")):
@@ -273,11 +275,11 @@ def train(run, state):
         on_late=lambda i: emit(run, "out_of_data", {"step": i}))
 
     # "Step k" is the state after k updates. One iteration at step k:
-    #   1. log the metrics of step k, if something is due
+    #   1. wait for step k and log it, if something is due, or on a single CPU device
     #   2. do what is due: reload, evaluate, sample, export, and save last
     #   3. stop, if there is a reason
     #   4. get batch k, and dispatch the update that makes step k + 1 of it
-    #   5. log the metrics of step k, if that was not done above
+    #   5. else wait for step k and log it now, while the device works on step k + 1
     # The last iteration ends at 3.
     try:
         for step in range(run.first_step, max(run.first_step, cfg.steps) + 1):
@@ -341,8 +343,7 @@ def train(run, state):
                 new_state, metrics = programs["train_step"](state, batch, lr)
             state = emit(run, "state", new_state)
 
-            # Log the metrics of step k. This waits for step k, while step k + 1 is queued.
-            log_step(run)
+            log_step(run)  # of step k
             progress.pending = {"step": step + 1, "metrics": metrics, "waited_s": waited_s}
 
             # Report a save that has finished.
@@ -456,7 +457,7 @@ def save_state(run, state, step, why, kind="save"):
     """
     cfg, progress = run.cfg, run.progress
     root = ckpt.roots(run.root)[kind]
-    run.check_lock()  # raises if another run has taken over the bucket
+    run.check_lock()  # raises if another process has taken over the bucket
 
     # Hooks may skip it, and add their own state: values to its meta.json, and arrays.
     planned = {"step": step, "kind": kind, "why": why,
@@ -487,7 +488,7 @@ def save_state(run, state, step, why, kind="save"):
             "hooks": planned["hooks"],
             "progress": describe_progress(run),
         }
-        # There is one best checkpoint, and those of the parameters alone all stay.
+        # Kept: of "save" as many as the config says, of "best" the newest, of "weights" all.
         keep = {"save": (cfg.max_to_keep, cfg.keep_period), "best": (1, 0), "weights": (0, 0)}
         max_to_keep, keep_period = keep[kind]
         future = ckpt.save(root, step, tree, meta, max_to_keep, keep_period, print0,
@@ -543,10 +544,10 @@ def emit(run, event, value):
     the value. Console, log and plot are hooks too, see `harmless`.
 
     The value of "loss_fn", "optimizer" and "train_step" is what will be compiled; of "load" the
-    first state, of "state" the state after each update; of "data" and "val_data" a batch, of
-    "eval_batch" a dict with its "sums". The value of every other event is a row with at least
-    "step". In a row hooks may ask for {"stop": reason} and {"request": a list of events};
-    tests/GUIDE.md has them.
+    first state (in mode eval its step and parameters), of "state" the state after each update; of
+    "data" and "val_data" a batch, of "eval_batch" a dict with its "sums". The value of every other
+    event is a row with at least "step". In a row hooks may ask for {"stop": reason} and {"request":
+    a list of events}; tests/GUIDE.md has them.
     """
     is_row = event not in VALUE_EVENTS
     if is_row:
@@ -559,7 +560,7 @@ def emit(run, event, value):
             value = value | {"request": sorted(requested)}  # those of all hooks
     assert requested <= {*config.EVENTS}, f"hooks request {requested}: events are {config.EVENTS}"
 
-    # Once a stop is requested, no further event is.
+    # The first reason to stop stays; later rows request neither events nor a stop.
     progress = run.progress
     if is_row and not progress.hook_stop:
         progress.requests |= requested
@@ -569,7 +570,7 @@ def emit(run, event, value):
 
 # ---- supporting
 #
-# Every run uses what follows, but the names say enough at the call for a first reading: the start
+# Most runs use what follows, but the names say enough at the call for a first reading: the start
 # of a run, tasks, data and steps, where a state comes from, progress in checkpoints, evaluation and
 # end, events, intervals, actions of the loop, sums of metrics, where the time goes, requests,
 # signals, several processes, printing, observers, the console, samples of text, what a run reports,
@@ -850,7 +851,8 @@ def data_position(run, step):
 
 
 def find_state(run, state=None, params=None, is_training=False):
-    """Decide where the state comes from, for load_state, from the first of these that exists:
+    """Decide where the state comes from, for load_state: the first of these that exists. In
+    training 1 and 2 are refused where 3 exists.
 
     1. the state of the caller
     2. the parameters of the caller, with new optimizer moments
@@ -1733,8 +1735,8 @@ def make_observers(cfg):
 
 
 def jsonl(cfg):
-    """Write every event but "step" and "dispatch" to metrics.jsonl, a JSON object per line, with
-    all digits. On resume, rows after the restored step are dropped.
+    """Write every event of a run but "step" and "dispatch" to metrics.jsonl, a JSON object per
+    line, with all digits. On resume, rows after the restored step are dropped.
     """
     file = None
 

@@ -115,8 +115,9 @@ def test_a_run_keeps_the_folders_of_its_config_to_itself(tmp_path, monkeypatch):
     same_run = config.parse("--out_dir out/a".split())
     assert (same_run.ckpt_dir, same_run.export, same_run.lr) == ("far", "hf", 0.5)
     Path("b.json").write_text('{"seed": 1}')
+    Path("c.json").write_text('{"seed": 1, "branch_from": "out/a@4"}')
     for flags in ("--config out/a/config.json --seed 1", "--branch_from out/a@4 --seed 1",
-                  "--branch_from out/a@4 --config b.json"):
+                  "--branch_from out/a@4 --config b.json", "--config c.json"):
         other = config.parse([*flags.split(), "--export", "own"])
         assert (other.ckpt_dir, other.export, other.lr) == ("", "own", 0.5)
         assert other.out_dir != "out/a"
