@@ -278,7 +278,7 @@ def parse(argv, kind=Config):
     from_run = {}
     if first.mode not in ("plan", "data") and first.resume in ("auto", "must"):
         from_run = _run_config(out_dir, kind)
-    # Of another run's config the folders are not those of this one.
+    # --config may be that of another run: its folders stay its own.
     if not _is_same_path(from_file.get("out_dir", out_dir), out_dir):
         from_file.update(ckpt_dir="", export="")
 

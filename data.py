@@ -159,8 +159,8 @@ def eval_batch_at(dataset, index, batch_size, rows=None):
 
 # ---- the shuffle
 
-# Draws 0 to n - 1 are the first epoch of n examples, draws n to 2n - 1 the second. A text selects
-# the order of each: see `permute`. No list of n examples is stored.
+# Draws 0 to n - 1 are the first epoch of n examples, draws n to 2n - 1 the second. The order of
+# each follows from a text of seed and epoch, see `permute`. No list of n examples is stored.
 
 
 def draws_at(step, batch_size, rows):
@@ -337,7 +337,7 @@ def _permuted_block(block, n, order):
 
 
 def permute(index, n, order):
-    """`index`, an array in [0, n), mapped by the permutation of [0, n) that a text selects.
+    """`index`, an array in [0, n), mapped by the permutation of [0, n) that the text order selects.
 
     Takes O(1) memory: a Feistel network over the smallest near-square grid of at least n cells. A
     result beyond n goes through the network again (cycle walking), so the map stays a permutation.

@@ -123,7 +123,7 @@ def hidden_states(params, batch, cfg, train_keys=None, cache=None):
     """
     params, weights = _cast_params(params, cfg)  # weights: those of layers, without the prefix
     with jax.named_scope("embedding"):
-        # First split as it is stored, so that the gather moves the cast matrix.
+        # Split as it is stored, then over tp alone: the gather moves the cast matrix.
         embed_VD = _shard(_shard(params["embed"], "tp", WEIGHT_AXES), "tp")
         x_BTD = _look_up(embed_VD, batch["tokens"])  # embed_VD[tokens], with a float32 gradient
         if cfg.scale_embed:
@@ -135,8 +135,8 @@ def hidden_states(params, batch, cfg, train_keys=None, cache=None):
     if cache is not None:
         weights["cache"] = cache
 
-    # A scan over layers: their weights must have the same shapes. Windows and positions may differ:
-    # each kind in cfg.layer_types has a function.
+    # One scan over all layers: their weights have the same shapes. Windows and positions may
+    # differ: each kind in cfg.layer_types has a function.
     layers = {}
     for kind, attn_inputs in _attention_inputs(batch, cfg).items():
         layers[kind] = partial(_block, attn_inputs=attn_inputs, cfg=cfg)

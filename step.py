@@ -115,7 +115,8 @@ def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
         (_, (sums, counts)), grads = grad_fn(_trained(params, table))
         return (sums, counts, _f32(_shard_like_moments(grads, table))), None
 
-    return _sum_over_microbatches(microbatch_grads, (batch, options), cfg.grad_accum_steps)[0]
+    total, _ = _sum_over_microbatches(microbatch_grads, (batch, options), cfg.grad_accum_steps)
+    return total
 
 
 def _sum_over_microbatches(f, batch, A):

@@ -63,7 +63,7 @@ del sys.path[0]
 # A hook file that imports `train` gets this module, also when it runs as a script.
 sys.modules.setdefault("train", sys.modules[__name__])
 
-# On a single CPU device, run each step in this thread, whose memory glibc keeps (LOG.md).
+# On a single CPU device, run programs in this thread, whose memory glibc keeps (LOG.md).
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 # ---- what is trained
@@ -151,8 +151,8 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=(), progress=None):
     platform = steplib.platform(devices[0])
     steplib.enable_compilation_cache(cfg.cache_dir)
 
-    # The config as typed, with the sizes of a Hugging Face model that --init_from names; and the
-    # resolved one, with a value for each default. Only steps from epochs need the data.
+    # Two configs: as typed, with the sizes of a Hugging Face model that --init_from names; and
+    # resolved, with a value for each default but steps from epochs, which need the data.
     typed = task["update_config"](cfg)
     cfg = resolve(typed, task, platform, len(devices))
     steplib.configure_compiler(platform, len(devices), cfg.dtype)
@@ -356,9 +356,9 @@ def train(run, state):
         save_before_error(run, state)
         raise
 
-    stop = stop_reason(run, step) or stop
+    stop = stop_reason(run, step) or stop  # by the last metrics
     batches.close()
-    # Save, unless this step has done so. Without save_end only a request to stop or save does.
+    # Save, unless this step has. Without save_end, only by a request to stop or to save.
     polled = progress.polled
     is_wanted = cfg.save_end or polled["stop"] or "save" in polled["events"]
     if step and is_wanted and "save" not in due and progress.saved_step != step:
@@ -376,7 +376,7 @@ def due_events(run, step):
     if step == 0:
         return due
     for event, intervals in run.intervals.items():
-        if progress.last_done.get(event) == step:  # before a resume
+        if progress.last_done.get(event) == step:  # by the launch before
             continue
         if event in progress.polled["events"]:
             due[event] = "request"
@@ -385,7 +385,7 @@ def due_events(run, step):
                 is_due = step >= run.cfg.steps
             elif unit == "second":
                 last_s = progress.last_done_s.get(event, 0.0)
-                # A checkpoint that a time alone makes does not last.
+                # Only where nothing else makes it due: a checkpoint by time alone does not last.
                 is_due = event not in due and seconds_of_run(progress) - last_s >= n
             else:  # this step completes a multiple of n
                 is_due = has_passed(run, unit, n, step)

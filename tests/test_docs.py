@@ -33,6 +33,7 @@ import digits
 import distill
 import dpo
 import endless
+import grow
 import on_ray
 import rl
 import tune
@@ -62,6 +63,7 @@ FLAGS = {
     "audit.py": "--first 1 --last 2",
     "replay.py": "--step 2",
     "chat.py": "--sample_tokens 2",
+    "grow.py": f"{SMALL} --n_layers 2 --grow_at 1",
 }
 
 # Flags of train.py whose values name a mode, files, runs or packages.
@@ -76,6 +78,7 @@ CONFIGS = {
     "train.py": config.Config, "plan.py": plan.PlanConfig, "clicks.py": clicks.ClicksConfig,
     "windows.py": clicks.windows.WindowsConfig,
     "endless.py": endless.EndlessConfig, "digits.py": digits.DigitsConfig,
+    "grow.py": grow.GrowConfig,
     "adapter.py": config.Config,
     "distill.py": distill.DistillConfig, "dpo.py": dpo.DpoConfig, "tune.py": tune.SweepConfig,
     "on_ray.py": on_ray.RayConfig, "rl.py": rl.RlConfig}

@@ -25,6 +25,7 @@ from test_train import FORKS, arrays, same
 sys.path.insert(0, str(ROOT / "tests/recipes"))
 import audit
 import digits
+import grow
 import hooks
 import on_ray
 import tune
@@ -300,3 +301,46 @@ def test_an_audit_finds_the_first_step_that_differs(tiny):
     log.write_text(log.read_text().replace('"mode": "train"', '"mode": "train", "d_hidden": 3'))
     with pytest.raises(ValueError, match="has fields that Config lacks: d_hidden"):
         audit.audit(cfg.out_dir, 4, 12)
+
+
+def grow_until_killed(cfg, step):
+    grow.main(cfg, [kill_at(step)])
+
+
+@pytest.mark.slow
+def test_a_model_that_grows(tiny):
+    """The deeper model begins as the same function. Killed before or after it grows, the run ends
+    bit for bit like one that was not; train.py resumes it.
+
+    Break: tests/recipes/grow.py: 0 * added if names[-1] in OUTPUTS else added => added
+    """
+    plain = tiny(n_layers=3, steps=12, eval_every=6, save_every=2, dtype="float32")
+    cfg = grow.GrowConfig(**vars(plain), grow_at=6)
+    found = []
+
+    def compare(event, value):
+        if event == "load" and int(value["step"]) == 6:
+            depths = [(value["params"], plain),
+                      (first_layer(value["params"]), dataclasses.replace(plain, n_layers=1))]
+            batch = {"tokens": np.arange(64, dtype=np.int32).reshape(4, 16)}
+            found.extend(train.model.forward(params, batch, train.setup_run(one).cfg)
+                         for params, one in depths)
+
+    def first_layer(params):
+        return {name: x[:1] if name.startswith("layers.") else x for name, x in params.items()}
+
+    straight = grow.main(cfg, [compare])
+    assert np.array_equal(*found)
+    killed = copy_of(cfg)
+    for kill_step in (4, 11):
+        process = FORKS.Process(target=grow_until_killed, args=(killed, kill_step), daemon=True)
+        process.start()
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL
+    resumed = train.main(dataclasses.replace(plain, out_dir=killed.out_dir))
+    assert_same_arrays(cfg, killed)
+    assert resumed["val_loss"] == straight["val_loss"]
+    for wrong, message in (({"grow_at": 12}, "grow_at 12: must be below steps 12"),
+                           ({"grow_from": 3}, "grow_from 3: must be below n_layers 3")):
+        with pytest.raises(ValueError, match=message):
+            grow.main(dataclasses.replace(cfg, **wrong))
