@@ -60,7 +60,8 @@ EDITS = {
         'FIELDS.index("capacity_factor")]', 'FIELDS.index("layer_types") + 1]'),
     ("rotary scaling", "model.py"): ("75.0455", "96.3867"),  # of HF_PROBES
     ("branches of a run", "config.py"): (
-        "= _branch_values(kind(**from_file | typed))", "= {}", "default | _branch_values(cfg)", "default"),
+        "= _branch_values(kind(**from_file | typed))", "= {}",
+        "default | _branch_values(cfg)", "default"),
     ("validation data that comes later", "train.py"): (
         "= val_data_at(run, step)", "= run.val_data"),
     ("MLP in tiles", "model.py"): (" / max(cfg.mlp_tiles, 1)", ""),
