@@ -1005,6 +1005,7 @@ def _rule_errors(cfg):
     rule("loss_divisor", cfg.loss_norm != "constant" or cfg.loss_divisor, "must be above 0")
     rule("out_dir", "://" not in cfg.out_dir, "must be on this machine; set --ckpt_dir to a URL")
     rule("export", cfg.mode != "export" or cfg.export, "must name a folder in mode export")
+    rule("sample_tokens", cfg.mode != "sample" or cfg.sample_tokens, "must be above 0 to sample")
     rule("prompt", bool(cfg.prompt) + bool(cfg.chat) + bool(cfg.prompts) <= 1,
          "only one of prompt, chat and prompts may be set; clear the others, as in --chat ''")
     if cfg.n_experts:

@@ -638,6 +638,7 @@ REJECTED = [
     (dict(keep_best="loss"), "keep_best: 'loss' must begin with val_"),
     (dict(keep_best="val_margin"), "keep_best: 'val_margin' must begin with val_"),
     (dict(branch_from="out/default"), "branch_from: 'out/default' must be DIR@STEP"),
+    (dict(mode="sample", sample_tokens=0), "sample_tokens 0: must be above 0 to sample"),
     (dict(profile="22:20"), "profile: '22:20' must be as 20:22"),
     (dict(profile="1"), "profile: '1' must be as 20:22"),
     (dict(save_every="1,2"), "save_every: '1,2' has a unit twice"),
