@@ -257,9 +257,14 @@ def open_text(parts, cfg):
     """Open the text of a config as {"train": source, "val": {name: source}}.
 
     parts: which of "train" and "val" are needed. A set without a name is named "". A source is {
-        "n": number of sequences,
-        "batch": (index, rows, batch_size=cfg.batch_size) -> these rows of a batch,
-        "fingerprint": a text by which a resume finds other tokens; see `make_source`}.
+        "n": number of examples,
+        "batch": (step, rows) -> {name: these rows of the batch}; of validation data
+            (index, rows, batch_size) -> the same. None while its data has not come: it is called
+            again,
+        "fingerprint": a text that must not change between a run and its resumption,
+        "summary": optional, a text to print,
+        "examples": optional, of validation data (index, the dict of the loss) -> {"id" and other
+            names: arrays with an entry for each example of the batch that is not padding}}.
     """
     tokenizer = make_cfg_tokenizer(cfg)
     open_files = file_opener(cfg, tokenizer)

@@ -81,15 +81,7 @@ TEXT = {
     "loss": model.loss_fn,
     # (cfg) -> {name: (shape, dtype, partition spec)} of a batch
     "batch": model.batch_shapes,
-    # (parts, cfg) -> {"train": source, "val": {name: source}}. A source is {
-    #   "n": number of examples,
-    #   "batch": (step, rows) -> {name: these rows of the batch}; of validation data
-    #       (index, rows, batch_size) -> the same. None while its data has not come: it is called
-    #       again,
-    #   "fingerprint": a text that must not change between a run and its resumption,
-    #   "summary": optional, a text to print,
-    #   "examples": optional, of validation data (index, the dict of the loss) -> {"id" and
-    #       other names: arrays with an entry for each example of the batch that is not padding}}.
+    # (parts, cfg) -> {"train": source, "val": {name: source}}; a source: see data.open_text
     "open": data.open_text,
     # Optional keys. A lambda calls a function that is defined further down.
     "init": model.init,
