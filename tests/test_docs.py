@@ -347,14 +347,21 @@ def test_a_command_runs(command, project):
 
 @pytest.mark.slow
 def test_the_transcript_of_the_readme(project):
-    """Typed with a small model and more steps, since they take less time: the killed run resumes,
-    and ends with the digests of the other one.
+    """Typed with a small model: the killed run resumes, and ends with the digests of the other one.
+    A hook lets the first launch wait for its end.
 
     Break: README.md: --out_dir out/straight > straight.log =>
     --out_dir out/straight --seed 1 > straight.log
     """
+    (project / "wait.py").write_text(
+        "import pathlib, time\n"
+        "def wait(event, row):\n"
+        "    mark = pathlib.Path('waited')\n"
+        "    if event == 'step' and row['step'] == 50 and not mark.exists():\n"
+        "        mark.touch()\n"
+        "        time.sleep(60)\n")
     text, = [text for info, text in fences("README.md") if info == "console"]
-    small = f"--steps 150 --eval_batches 1 --sample_tokens 2 {SHAPE}"
+    small = f"{SMALL} --steps 60 --hooks wait.py:wait".replace("--steps 3 ", "")
     typed = [line.removeprefix("$ ").replace("--steps 60", small)
              for line in text.splitlines() if line.startswith("$ ")]
     run_shell(project, "{\n" + "\n".join(typed) + "\n} > transcript")
