@@ -255,6 +255,11 @@ def test_planted_errors_are_found(tmp_path):
         ("tests/check.py", "    for case in CASES:\n", '    for case in ["plain"]:\n'),
         ("tests/check.py", "[(case, {}) for case in CASES]", '[("plain", {})]'),
         ("tests/check.py", "n_layers=2, d_model=256,", "n_layers=1, d_model=64,"),
+        # One compilation instead of one for each operation.
+        ("tests/check.py", "with jax.disable_jit():", "with contextlib.nullcontext():"),
+        ("tests/check.py", "(_, loss), grads = jax.value_and_grad(",
+         "(_, loss), grads = jax.jit(jax.value_and_grad("),
+        ("tests/check.py", "has_aux=True)(wide)", "has_aux=True))(wide)"),
         ("tests/check.py", "--d_model 64 --n_layers 2 ", "--d_model 32 --n_layers 1 "),
         ("tests/check.py", "N_CALLS, SECONDS = 5000, 25", "N_CALLS, SECONDS = 5, 25"),
         ("tests/check.py", "KILL_STEP = 160, 40, 100", "KILL_STEP = 8, 2, 5"))
