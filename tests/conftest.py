@@ -64,7 +64,7 @@ def pytest_unconfigure():
 
 def on_devices_of_the_mesh(setup_run):
     """setup_run on as many devices as the mesh names, -1 as 1, since few are several times faster.
-    On one CPU device the loop does not run ahead: a test of the step that follows sets dp=8.
+    On one CPU device the loop does not run ahead: a test of the step that follows sets dp=2.
     """
     @functools.wraps(setup_run)
     def setup(cfg, task=train.TEXT, devices=None, hooks=(), progress=None):

@@ -206,7 +206,7 @@ def test_a_branch_continues_the_run_that_it_leaves(tiny):
     Break: train.py: "root": root, "step": step, "meta": meta, "is_branch": True, =>
     "root": root, "step": None, "meta": meta, "is_branch": True,
     """
-    run = tiny(max_to_keep=0, log_every=3, steps=9, dp=8)
+    run = tiny(max_to_keep=0, log_every=3, steps=9, dp=2)
     counts, counts_of_branch = {}, {}
     train.main(run, hooks=[counting(counts)])
     branch = dataclasses.replace(
@@ -265,7 +265,7 @@ def test_saves_on_request_and_none_at_the_end(tiny, capsys):
 
     Break: train.py: if number == signal.SIGUSR1: => if False:
     """
-    cfg = tiny(save_every=0, eval_every=0, save_end=False, max_to_keep=0, dp=8)
+    cfg = tiny(save_every=0, eval_every=0, save_end=False, max_to_keep=0, dp=2)
     root = Path(cfg.out_dir, "ckpt")
 
     def request(event, value):

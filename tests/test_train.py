@@ -1159,7 +1159,7 @@ def test_hooks_request_events_and_stops(tiny):
 
     Break: train.py: (is_waiting or not events): => True:
     """
-    cfg = tiny(dp=8, steps=12, log_every=2, save_every=0, eval_every=0, sample_tokens=2,
+    cfg = tiny(dp=2, steps=12, log_every=2, save_every=0, eval_every=0, sample_tokens=2,
                eval_batches=1)
     text = Path(cfg.data[0])
     text.write_text(text.read_text()[:565])  # 508 tokens to train on, in 32 rows
@@ -1197,7 +1197,7 @@ def test_hooks_skip_saves_and_evaluations(tiny, capsys):
 
     Break: train.py: if progress.saved_step == step and "save" not in errors: => if True:
     """
-    cfg, seen = tiny(dp=8, save_every=2, log_every=2), []
+    cfg, seen = tiny(dp=2, save_every=2, log_every=2), []
 
     def skip(event, row):
         if event.startswith("before_"):
@@ -1875,8 +1875,8 @@ def test_an_error_in_an_evaluation_saves_first(tiny, monkeypatch):
     assert event_steps(cfg.out_dir, "eval") == [("eval", 3), ("eval", 6), ("eval", 8)]
     assert losses(cfg.out_dir) == losses(straight.out_dir)
 
-    for step, saved in ((1, []), (4, [3])):  # dp=8: the row of step 3 is pending
-        cfg = tiny(out_dir=f"{tiny().out_dir}/{step}", dp=8, eval_every=0, save_every=0)
+    for step, saved in ((1, []), (4, [3])):  # dp=2: the row of step 3 is pending
+        cfg = tiny(out_dir=f"{tiny().out_dir}/{step}", dp=2, eval_every=0, save_every=0)
         with pytest.raises(RuntimeError, match="crash"):
             train.main(cfg, [crash_at("dispatch", step)])
         assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == saved
@@ -1947,7 +1947,7 @@ def test_a_run_resumes_bit_identical_on_its_mesh_and_within_rounding_on_others(t
     """
     texts = [f"{i} and {i + 1}" for i in range(300)]
     make = partial(tiny, data=(write_texts(tmp_path, texts),), document_mask=True, n_kv_heads=4,
-                   schedule="cosine", dtype="float32", dp=1, fsdp=2)
+                   schedule="cosine", dtype="float32", dp=1)
     mesh = dict(tp=2, sp=2)
     straight = make(**mesh, out_dir=str(tmp_path / "straight"))
     train.main(straight)
@@ -2313,7 +2313,7 @@ def test_samples_on_a_mesh_equal_those_on_one_device(tiny, capfd):
     """
     cfg = tiny(n_heads=8, temperature=0.0, sample_tokens=6, n_samples=3, prompt="beer")
     texts = []
-    for mesh in (dict(dp=1), dict(dp=1, tp=2, sp=4)):
+    for mesh in (dict(dp=1), dict(dp=1, tp=2, sp=2)):
         run = train.setup_run(dataclasses.replace(cfg, **mesh))
         place = {name: NamedSharding(run.mesh, row["spec"])
                  for name, row in run.table.items()}
@@ -2333,7 +2333,7 @@ def test_a_plan_counts_the_memory_of_the_step(tiny):
 
     Break: step.py: x.sharding.shard_shape(x.shape) => x.shape
     """
-    cfg = tiny(mode="plan", dp=1, fsdp=2, tp=2, sp=2, n_kv_heads=4)
+    cfg = tiny(mode="plan", dp=1, fsdp=2, tp=2, n_kv_heads=4)
     gc.collect()  # arrays of other tests must not be freed later
     before = len(jax.live_arrays())
     cost = train.main(dataclasses.replace(cfg, data=("/nowhere",)))
@@ -2506,7 +2506,7 @@ def test_a_metric_that_meets_a_stop_condition_once_stops_the_run(tiny):
 
     Break: train.py: stop_reason(run, step) or stop => stop_reason(run, step)
     """
-    cfg = tiny(stop=("odd>0",), log_every=1, save_every=0, eval_every=0, dp=8)
+    cfg = tiny(stop=("odd>0",), log_every=1, save_every=0, eval_every=0, dp=2)
     summary = train.main(cfg, [lambda event, row: row | {"odd": float(row["step"] == 3)}
                                if event == "log" else None])
     assert (summary["step"], summary["exit_code"]) == (4, 0)
