@@ -493,8 +493,7 @@ def test_every_field_has_a_row():
         f"{sorted(rows - fields)}")
 
 
-@pytest.mark.parametrize("field", [
-    pytest.param(name, marks=[pytest.mark.slow] * (name == "mode")) for name in FIELDS])
+@pytest.mark.parametrize("field", FIELDS)
 def test_each_field_has_its_effect(field, folder, request):
     """A changed value shows in a program, the data, samples, a launch or an error.
 
