@@ -103,7 +103,8 @@ def tiny(tmp_path, cache_dir, monkeypatch):
         data=(str(text),), out_dir=str(tmp_path / "out"), cache_dir=cache_dir, steps=8,
         batch_size=8, seq_len=16, d_model=32, n_layers=1, n_heads=4, n_kv_heads=2,
         schedule="constant", warmup_steps=2.0, eval_batches=2, log_every=1, eval_every=4,
-        save_every=4, sample_every=0, sample_tokens=0, dp=-1, fsdp=1, optimizer="adamw", lr=2e-3)
+        save_every=4, sample_every=0, sample_tokens=0, dp=-1, fsdp=1, optimizer="adamw", lr=2e-3,
+        dtype="float32")
 
     def make(**changes):
         return config.Config(**base | changes)
