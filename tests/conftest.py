@@ -33,7 +33,7 @@ if MADE_CACHE:
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 CACHE_DIR = os.environ["JAX_COMPILATION_CACHE_DIR"]
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/recipes")]
 
 import jax
 import pytest

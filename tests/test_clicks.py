@@ -4,28 +4,23 @@ import dataclasses
 import itertools
 import json
 import re
-import sys
 import threading
 from functools import partial
 
+import clicks
 import jax
 import jax.numpy as jnp
+import make_clicks
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from sklearn.metrics import roc_auc_score
 
+import bench
 import data
 import model
 import step
 import train
-from conftest import ROOT
-
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/recipes")]
-import clicks
-import make_clicks
-
-import bench
 from test_recipes import assert_same_arrays, copy_at, copy_of
 from test_step import BASE, batch_structs, compiled, host, place
 from test_train import rows as log_rows

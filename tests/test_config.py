@@ -270,9 +270,9 @@ def test_changed_flags_repeat_what_was_typed():
 
 # ---- names in other trainers
 
-# What the message says, or "flag" for a name that is a flag here, and option names: all of EasyDeL's
-# Trainer, BaseTrainerProtocol and RayDistributedTrainer, of RecIS and of ArcticTraining; those that
-# people type of nanoGPT, Hugging Face, axolotl, torchtitan, MaxText, Levanter, Megatron, Lightning.
+# What the message says, or "flag" for a flag of this name, and option names: all of EasyDeL's
+# Trainer, BaseTrainerProtocol and RayDistributedTrainer, of RecIS and ArcticTraining; usual ones of
+# nanoGPT, Hugging Face, axolotl, torchtitan, MaxText, Levanter, Megatron, Lightning and others.
 OTHER_NAMES = """
 --attention <= attn_mechanism model.attn_implementation core_attn_implementation flash_attention
 --b1 <= beta1 adam_beta1 optimizer.beta1

@@ -18,7 +18,15 @@ import shutil
 import subprocess
 import sys
 
+import clicks
+import digits
+import distill
+import dpo
+import endless
+import on_ray
 import pytest
+import rl
+import tune
 
 import config
 import plan
@@ -26,16 +34,6 @@ import step
 import train
 from conftest import CACHE_DIR, ROOT
 from test_data import chat_folder
-
-sys.path.insert(0, str(ROOT / "tests/recipes"))
-import clicks
-import digits
-import distill
-import dpo
-import endless
-import on_ray
-import rl
-import tune
 
 pytestmark = pytest.mark.house  # a fork may leave out all of these
 

@@ -4,9 +4,9 @@ import dataclasses
 import json
 import random
 import shutil
-import sys
 from pathlib import Path
 
+import dpo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,12 +16,8 @@ import ckpt
 import config
 import model
 import train
-from conftest import ROOT
 from test_real_data import chat_tokenizer, form_template, write_rows
 from test_recipes import assert_same_arrays, copy_at, copy_of
-
-sys.path.insert(0, str(ROOT / "tests/recipes"))
-import dpo
 
 SMALL = config.derive_text(dpo.DpoConfig(
     d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=50, seq_len=12, batch_size=4,

@@ -2,11 +2,12 @@
 """The recipes for pruning and distillation, against NumPy, and killed and resumed."""
 import dataclasses
 import itertools
-import sys
 
+import distill
 import jax
 import jax.numpy as jnp
 import numpy as np
+import prune
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -15,13 +16,8 @@ import config
 import model
 import step as steplib
 import train
-from conftest import ROOT
 from test_recipes import assert_same_arrays, copy_at, copy_of
 from test_train import arrays as saved_arrays
-
-sys.path.insert(0, str(ROOT / "tests/recipes"))
-import distill
-import prune
 
 SHARDED = dict(dp=1, fsdp=2, tp=2, dtype="float32")
 

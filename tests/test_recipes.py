@@ -12,22 +12,19 @@ import sys
 import time
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import pytest
-
-import ckpt
-import train
-from conftest import ROOT
-from test_train import FORKS, arrays, same
-
-sys.path.insert(0, str(ROOT / "tests/recipes"))
 import audit
 import digits
 import hooks
+import jax
+import jax.numpy as jnp
+import numpy as np
 import on_ray
+import pytest
 import tune
+
+import ckpt
+import train
+from test_train import FORKS, arrays, same
 
 # What tests/test_ray.py expects a run to print. It needs Ray; the test of a worker here does not.
 RESUMED = "from its own checkpoint, at step 4\n"

@@ -3,6 +3,7 @@
 saves on request.
 """
 import dataclasses
+import math
 import os
 import re
 import shutil
@@ -163,7 +164,8 @@ def made_up(values):
 
 def test_the_best_checkpoint(tiny, capsys):
     """At each record the parameters are kept, one checkpoint at a time; a resumed run knows the
-    record while its checkpoint is there, and evaluations and later runs read it.
+    record while its checkpoint is there, and evaluations and later runs read it. An equal value is
+    no record, nor is one that is not finite.
 
     Break: train.py: if best is not None and not metric["is_better"](value, best): => if False:
     """
@@ -171,7 +173,7 @@ def test_the_best_checkpoint(tiny, capsys):
     root = Path(tiny().out_dir, "ckpt")
     train.main(tiny(**kept, steps=3), hooks=[made_up([0.1, 0.3, 0.2])])
     assert (ckpt.steps(root / "best"), ckpt.steps(root)) == ([2], [3])
-    train.main(tiny(**kept, steps=5), hooks=[made_up([0.1, 0.3, 0.2, 0.25, 0.3])])
+    train.main(tiny(**kept, steps=5), hooks=[made_up([0.1, 0.3, 0.2, math.nan, 0.3])])
     assert ckpt.steps(root / "best") == [2]
     train.main(tiny(**kept, steps=6), hooks=[made_up([0, 0, 0, 0, 0.3, 0.4])])
     assert ckpt.steps(root / "best") == [6]

@@ -372,23 +372,6 @@ def test_epochs_set_the_steps(tiny):
         assert train.set_steps(tiny(epochs=epochs, batch_size=10), {"n": 100}).steps == steps
 
 
-def test_the_evaluation_is_the_same_at_any_batch_size(tiny, capsys):
-    """Batches of 16 and 24 give the same validation loss, up to float32 rounding.
-
-    Break: data.py: batch["labels"][~valid] = IGNORE => pass
-    """
-    end = train.main(tiny(eval_batches=0, eval_batch_size=16, seed=3))
-    capsys.readouterr()
-    flags = ["--mode", "eval", "--out_dir", tiny().out_dir]
-    assert train.cli([*flags, "--batch_size", "24", "--eval_batch_size", "0"]) == 0
-    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
-    n_labels = len(Path(tiny().data[0]).read_bytes()) // 10 - 1  # all but the first token
-    assert alone["val_n_labels"] == end["val_n_labels"] == n_labels and n_labels % (24 * 16)
-    assert abs(alone["val_loss"] - end["val_loss"]) < 1e-6 and alone["step"] == 8
-    with pytest.raises(ValueError, match="mode eval: val_frac 0.0 leaves no data; set --val_data"):
-        train.main(config.parse([*flags, "--val_frac", "0"]))
-
-
 def test_a_sample_shows_control_characters_as_escapes(capsys):
     """Samples keep tabs, newlines and letters; characters that control a terminal are escaped.
 
@@ -459,6 +442,8 @@ def test_modes_without_training_use_a_state_parameters_a_checkpoint_or_init_from
 
     with pytest.raises(ValueError, match="init_from is not used, as the run has a checkpoint"):
         run(dataclasses.replace(first, init_from=(str(tmp_path / "elsewhere"),)), "eval", 4)
+    refused("mode eval: val_frac 0.0 leaves no data; set --val_data",
+            dataclasses.replace(first, mode="eval", val_frac=0.0))
     with pytest.raises(ValueError, match="no source in init_from has final_norm"):
         run(dataclasses.replace(new, init_from=(f"{first.out_dir} exclude=final_norm",)), "eval", 0)
     changed = dataclasses.replace(first, rope_theta=10.0, export=f"{folder}2")
@@ -669,19 +654,6 @@ def test_the_platform_of_a_task_and_the_precision_of_float32(
         cfg = tiny(dtype=dtype, fsdp=1, dp=1)
         train.setup_run(cfg, train.TEXT | {"resolve": resolve}, [device])
     assert seen == [name] and changed.get("jax_default_matmul_precision") == precision
-
-
-def test_coordinator_auto_leaves_all_to_jax(tiny, monkeypatch):
-    """With --coordinator auto jax.distributed.initialize receives no address and no numbers.
-
-    Break: step.py: if coordinator == "auto": => if False:
-    """
-    def initialize(*args, **options):
-        raise StopIteration(args)
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    with pytest.raises(StopIteration, match=r"\(\)"):
-        train.main(tiny(coordinator="auto"))
 
 
 # ---- the loop
