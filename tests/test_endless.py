@@ -31,7 +31,8 @@ def train_endless(cfg, kill_step=0):
 def make(tiny):
     """make(**fields) is a config for rows without end, 10 at once, about 2 batches."""
     def make(**fields):
-        cfg = dataclasses.asdict(tiny(data=(), val_frac=0.0, val_data=tiny().data, save_every=1))
+        cfg = dataclasses.asdict(tiny(data=(), val_frac=0.0, val_data=tiny().data, save_every=1,
+                                      dtype="auto"))
         return endless.EndlessConfig(**cfg | {"rows_at_once": 10} | fields)
 
     return make
