@@ -31,8 +31,7 @@ def train_endless(cfg, kill_step=0):
 def make(tiny):
     """make(**fields) is a config for rows without end, 10 at once, about 2 batches."""
     def make(**fields):
-        cfg = dataclasses.asdict(tiny(data=(), val_frac=0.0, val_data=tiny().data, save_every=1,
-                                      dtype="auto"))
+        cfg = dataclasses.asdict(tiny(data=(), val_frac=0.0, val_data=tiny().data, save_every=1))
         return endless.EndlessConfig(**cfg | {"rows_at_once": 10} | fields)
 
     return make

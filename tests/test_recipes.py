@@ -23,6 +23,7 @@ import pytest
 import tune
 
 import ckpt
+import conftest  # noqa: F401  the devices of runs in processes that killed_and_resumed forks
 import train
 from test_train import FORKS, arrays, same
 
