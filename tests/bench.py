@@ -469,7 +469,6 @@ def click_config(rows=10**6, **changes):
 def click_batches(cfg, n=20):
     """Return batches with ids by Zipf's law; 20% of the examples are clicked."""
     import clicks
-
     import data
     random, batches = np.random.default_rng(0), []
     for _ in range(n):
@@ -486,7 +485,6 @@ def click_batches(cfg, n=20):
 
 def clicks_ours(rows=10**6):
     import clicks
-
     import train
     cfg = click_config(int(rows))
     run = train.setup_run(cfg, clicks.TASK, hooks=[clicks.sparse_rows])
@@ -495,8 +493,9 @@ def clicks_ours(rows=10**6):
 
 def torch_clicks(cfg, params):
     """Return a function batch -> loss that trains the same model from the same parameters."""
-    import clicks
     import torch
+
+    import clicks
     tables = {}
     for name in clicks.sizes(cfg):
         rows = np.concatenate([params[f"rows.{name}"], np.zeros((1, cfg.dim), np.float32)])

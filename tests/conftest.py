@@ -33,7 +33,7 @@ if MADE_CACHE:
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 CACHE_DIR = os.environ["JAX_COMPILATION_CACHE_DIR"]
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/recipes")]
 
 import jax
 import pytest
@@ -64,7 +64,7 @@ def pytest_unconfigure():
 
 def on_devices_of_the_mesh(setup_run):
     """setup_run on as many devices as the mesh names, -1 as 1, since few are several times faster.
-    On one CPU device the loop does not run ahead: a test of the step that follows sets dp=8.
+    On one CPU device the loop does not run ahead: a test of the step that follows sets dp=2.
     """
     @functools.wraps(setup_run)
     def setup(cfg, task=train.TEXT, devices=None, hooks=(), progress=None):
@@ -103,7 +103,8 @@ def tiny(tmp_path, cache_dir, monkeypatch):
         data=(str(text),), out_dir=str(tmp_path / "out"), cache_dir=cache_dir, steps=8,
         batch_size=8, seq_len=16, d_model=32, n_layers=1, n_heads=4, n_kv_heads=2,
         schedule="constant", warmup_steps=2.0, eval_batches=2, log_every=1, eval_every=4,
-        save_every=4, sample_every=0, sample_tokens=0, dp=-1, fsdp=1, optimizer="adamw", lr=2e-3)
+        save_every=4, sample_every=0, sample_tokens=0, dp=-1, fsdp=1, optimizer="adamw", lr=2e-3,
+        dtype="float32")
 
     def make(**changes):
         return config.Config(**base | changes)

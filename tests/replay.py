@@ -25,11 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/recipes")]
 
 import train  # isort: skip  before JAX, whose memory it sets up
-import audit
 import jax
 import numpy as np
 import optax
 
+import audit
 from train import ckpt, config, data
 
 TEXT_WIDTH = 400  # characters of a row that are shown

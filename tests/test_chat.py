@@ -62,7 +62,7 @@ def test_a_conversation_in_the_terminal(tiny, tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats * 30))
     cfg = tiny(data=(str(tmp_path / "chats.jsonl"),), tokenizer=str(tmp_path / "tok"), steps=40,
                packing="best_fit", seq_len=64, d_model=64, lr=6e-3, eval_every=0,
-               save_every=0, log_every=20, sample_tokens=30_000, temperature=0.0, sample_every=0)
+               save_every=0, log_every=20, sample_tokens=4000, temperature=0.0, sample_every=0)
     train.main(cfg, task=train.TEXT | {"sample": None})
 
     process = start(tmp_path, "--out_dir", cfg.out_dir)

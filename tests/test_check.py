@@ -255,8 +255,13 @@ def test_planted_errors_are_found(tmp_path):
         ("tests/check.py", "    for case in CASES:\n", '    for case in ["plain"]:\n'),
         ("tests/check.py", "[(case, {}) for case in CASES]", '[("plain", {})]'),
         ("tests/check.py", "n_layers=2, d_model=256,", "n_layers=1, d_model=64,"),
+        # One compilation instead of one for each operation.
+        ("tests/check.py", "with jax.disable_jit():", "with contextlib.nullcontext():"),
+        ("tests/check.py", "(_, loss), grads = jax.value_and_grad(",
+         "(_, loss), grads = jax.jit(jax.value_and_grad("),
+        ("tests/check.py", "has_aux=True)(wide)", "has_aux=True))(wide)"),
         ("tests/check.py", "--d_model 64 --n_layers 2 ", "--d_model 32 --n_layers 1 "),
-        ("tests/check.py", "N_CALLS, SECONDS = 5000, 25", "N_CALLS, SECONDS = 20, 25"),
+        ("tests/check.py", "N_CALLS, SECONDS = 5000, 25", "N_CALLS, SECONDS = 5, 25"),
         ("tests/check.py", "KILL_STEP = 160, 40, 100", "KILL_STEP = 8, 2, 5"))
     code, output, records = run_check(
         folder, "--only", "numbers/mixed-xla", "determinism/threads-1", "resume")
@@ -264,7 +269,7 @@ def test_planted_errors_are_found(tmp_path):
     _, gradient, calls, processes, resumed = records
     assert {each["status"] for each in records[1:]} == {"FAIL"}, output
     assert "norm of all gradients by 0.7" in gradient["text"]
-    words = "other digests: 19 (at most 0), the first is that of params embed in call 2"
+    words = "other digests: 4 (at most 0), the first is that of params embed in call 2"
     assert words in calls["text"] and "the first is that of params embed" in processes["text"]
     assert "checkpoint that differ: " in resumed["text"]
     assert "the first is opt/" in resumed["text"]

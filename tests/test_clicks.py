@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import re
-import sys
 import threading
 from functools import partial
 
@@ -15,17 +14,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from sklearn.metrics import roc_auc_score
 
+import bench
+import clicks
 import data
+import make_clicks
 import model
 import step
 import train
-from conftest import ROOT
-
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/recipes")]
-import clicks
-import make_clicks
-
-import bench
 from test_recipes import assert_same_arrays, copy_at, copy_of
 from test_step import BASE, batch_structs, compiled, host, place
 from test_train import rows as log_rows
@@ -132,19 +127,19 @@ def test_it_ranks_nearly_as_well_as_the_truth(planted, monkeypatch):
 
 
 @pytest.mark.slow
-def test_in_a_window_it_resumes_bit_exactly_over_8_devices(planted):
+def test_in_a_window_it_resumes_bit_exactly_over_4_devices(planted):
     """With tables split by rows, a run as it was within a day resumes bit-exactly.
 
     Break: tests/recipes/windows.py: data.shuffled(window_of * =>
     data.shuffled(time.time_ns() + window_of *
     """
-    cfg = planted(save_every=5, dp=1, fsdp=8, log_every=5)
-    summary = train.main(cfg, [clicks.sparse_rows, copy_at(18, cfg)], clicks.TASK)
+    cfg = planted(rows=1500, save_every=5, dp=1, fsdp=4, log_every=5)
+    summary = train.main(cfg, [clicks.sparse_rows, copy_at(9, cfg)], clicks.TASK)
     again = train.main(copy_of(cfg), [clicks.sparse_rows], clicks.TASK)
     assert_same_arrays(cfg, copy_of(cfg))
     assert again["val_auc"] == summary["val_auc"]
     item = summary["state"]["params"]["rows.item"]
-    assert item.addressable_shards[0].data.shape == (2**9, 8) and len(jax.devices()) == 8
+    assert item.addressable_shards[0].data.shape == (2**10, 8)
 
 
 @pytest.mark.slow

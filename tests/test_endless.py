@@ -11,12 +11,8 @@ import numpy as np
 import pytest
 
 import ckpt
-import train
-from conftest import ROOT
-
-sys.path[:0] = [str(ROOT / "tests/recipes")]
 import endless
-
+import train
 from test_recipes import assert_same_arrays, kill_at, killed_and_resumed
 from test_train import rows
 

@@ -312,24 +312,3 @@ def test_a_long_evaluation_has_a_progress_bar_on_a_terminal(monkeypatch, capsys)
     shown, *_, cleared, _ = screen(0.0).removeprefix("\r").split("\r")
     assert shown.startswith("evaluating 0/3 |") and cleared.strip() == ""
     assert screen(60.0) == "" == screen(0.0, is_terminal=False)
-
-
-# ---- the best validation loss
-
-
-def test_the_end_of_a_run_has_the_best_validation_loss_of_all_launches(tiny, capsys):
-    """The first of equal losses is the best, and one that is not finite never is.
-
-    Break: train.py: progress.last_metrics = saved["last_metrics"] => pass
-    """
-    losses = {2: 1.5, 4: math.nan, 6: 1.5, 8: 1.75}
-
-    def replace_loss(event, row):
-        return row | {"val_loss": losses[row["step"]]} if event == "eval" else None
-
-    best = {"best_val_loss": 1.5, "best_val_step": 2}
-    for steps in (4, 8):
-        cfg = tiny(steps=steps, eval_every=2)
-        summary = train.main(cfg, [replace_loss], UNIGRAM)
-        assert best.items() <= summary.items()
-        assert "best validation loss 1.5000  of step 2" in capsys.readouterr().out.splitlines()

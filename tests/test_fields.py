@@ -207,6 +207,22 @@ JOINED = TINY | dict(coordinator="localhost:1")
 DRAWN = TINY | dict(temperature=1.0)
 FINISHED = RUN  # launched again
 
+# Fields that change the program of an evaluation, with another value of each.
+LOSS = dict(
+    tokenizer="words.json", batch_size=16, seq_len=24, d_model=32, n_layers=2, n_heads=4,
+    n_kv_heads=1, head_dim=4, d_ff=24, vocab_size=300, rope_theta=777.0, rope_factor=6.5,
+    norm_eps=0.375, qk_norm=False, qkv_bias=True, post_norm=True, sandwich_norm=True, geglu=True,
+    scale_embed=True, attn_softcap=3.0, logit_softcap=3.0, layer_types=("full_nope",),
+    tie_embeddings=False, sliding_window=5, n_experts=4, lora_rank=2, width_mult=2.0,
+    dtype="bfloat16", param_dtype="bfloat16", attention="pallas", logit_tiles=4, mlp_tiles=4,
+    label_smoothing=0.375, z_loss=0.375, loss_norm="positions", slices=3, eval_batch_size=24)
+
+# Fields that change the update of one weight, with another value of each.
+OPTIMIZER = dict(
+    grad_accum_steps=2, optimizer="lion", weight_decay=0.25, b1=0.5, b2=0.5,
+    moment_dtype="bfloat16", lr_mult=("w=0.5",), decay_mult=("*=0.5",), optimizers=("w=lion",),
+    clip_norm=0.5)
+
 # {field: (value, observe, base)}: observe differs between the base and the base with this value.
 FIELDS = {
     "mode": ("eval", outcome, FINISHED),
@@ -231,82 +247,37 @@ FIELDS = {
     "padding_side": ("left", opened, WHOLE),
     "columns": (("text=note",), opened, TINY | dict(data=("notes.jsonl",), val_frac=0.0)),
     "eos_token": ("a", eos_id, TINY | dict(tokenizer="words.json")),
-    "tokenizer": ("words.json", loss, TINY),
     "document_mask": (True, opened, TINY),
 
     "steps": (8, lrs, LINEAR),
     "stop": (("+1",), lambda cfg: train.main(cfg)["step"],
              RUN | dict(out_dir="stopped", resume="overwrite", steps=3)),
-    "batch_size": (16, loss, TINY),
-    "grad_accum_steps": (2, optimizer, TINY),
-    "seq_len": (24, loss, TINY),
 
-    "d_model": (32, loss, TINY),
-    "n_layers": (2, loss, TINY),
-    "n_heads": (4, loss, TINY),
-    "n_kv_heads": (1, loss, TINY),
-    "head_dim": (4, loss, TINY),
-    "d_ff": (24, loss, TINY),
-    "vocab_size": (300, loss, TINY),
-    "rope_theta": (777.0, loss, TINY),
-    "rope_factor": (6.5, loss, TINY),
     "rope_scaling": ("linear", loss, TINY | dict(rope_factor=6.5)),
     "rope_original_len": (50, loss, TINY | dict(rope_factor=6.5)),
     "rope_attn_factor": (1.5, loss, TINY | dict(rope_factor=6.5, rope_scaling="yarn")),
     "rope_query_beta": (0.5, loss, TINY | dict(rope_factor=6.5, rope_original_len=4)),
     "rope_local_theta": (77.0, loss, TINY | dict(sliding_window=5)),
-    "norm_eps": (0.375, loss, TINY),
-    "qk_norm": (False, loss, TINY),
-    "qkv_bias": (True, loss, TINY),
-    "post_norm": (True, loss, TINY),
-    "sandwich_norm": (True, loss, TINY),
-    "geglu": (True, loss, TINY),
-    "scale_embed": (True, loss, TINY),
-    "attn_softcap": (3.0, loss, TINY),
-    "logit_softcap": (3.0, loss, TINY),
-    "layer_types": (("full_nope",), loss, TINY),
-    "tie_embeddings": (False, loss, TINY),
-    "sliding_window": (5, loss, TINY),
-    "n_experts": (4, loss, TINY),
     "experts_per_token": (3, loss, EXPERTS),
     "capacity_factor": (0.5, loss, EXPERTS),
-    "lora_rank": (2, loss, TINY),
     "lora_alpha": (7.0, loss, LORA),
     "lora_targets": (("layers.w[qv]",), loss, LORA),
     "dropout": (0.5, update, TINY),
-    "width_mult": (2.0, loss, TINY),
 
-    "dtype": ("bfloat16", loss, TINY),
-    "param_dtype": ("bfloat16", loss, TINY),
-    "attention": ("pallas", loss, TINY),
     "remat": ("full", update, TINY),
     "deterministic": (True, compiler_options, TINY),
-    "logit_tiles": (4, loss, TINY),
-    "mlp_tiles": (4, loss, TINY),
 
-    "optimizer": ("lion", optimizer, TINY),
     "lr": (0.25, lrs, TINY),
     "schedule": ("linear", lrs, TINY),
     "warmup_steps": (2.0, lrs, TINY),
     "min_lr_frac": (0.5, lrs, LINEAR),
     "decay_frac": (1.0, lrs, TINY | dict(schedule="wsd")),
     "poly_power": (1.0, lrs, TINY | dict(schedule="polynomial")),
-    "weight_decay": (0.25, optimizer, TINY),
-    "b1": (0.5, optimizer, TINY),
-    "b2": (0.5, optimizer, TINY),
     "eps": (0.5, optimizer, TINY | dict(optimizer="rmsprop")),
-    "moment_dtype": ("bfloat16", optimizer, TINY),
     "offload_optimizer": (True, update, TINY),
     "freeze": (("*", "!final_norm"), update, TINY),
-    "lr_mult": (("w=0.5",), optimizer, TINY),
-    "decay_mult": (("*=0.5",), optimizer, TINY),
-    "optimizers": (("w=lion",), optimizer, TINY),
-    "clip_norm": (0.5, optimizer, TINY),
-    "label_smoothing": (0.375, loss, TINY),
-    "z_loss": (0.375, loss, TINY),
     "router_balance": (0.375, loss, EXPERTS),
     "router_z": (0.375, loss, EXPERTS),
-    "loss_norm": ("positions", loss, TINY),
     "loss_divisor": (77.0, loss, TINY | dict(loss_norm="constant", loss_divisor=3.0)),
     "on_nonfinite": ("skip", reason_with_nan, TINY | dict(out_dir="nan", resume="overwrite")),
 
@@ -315,14 +286,12 @@ FIELDS = {
     "ep": (2, loss, EXPERTS),
     "tp": (2, loss, EXPERTS),
     "sp": (2, loss, EXPERTS),
-    "slices": (3, loss, TINY),
     "coordinator": ("localhost:1", joined_as, TINY),
     "n_processes": (2, joined_as, JOINED),
     "process_id": (1, joined_as, JOINED | dict(n_processes=2)),
     "peer_timeout_s": (50.0, watchdog_limit, TINY),
     "log_all_processes": (True, observers_of_process_1, TINY | dict(coordinator="localhost:1")),
 
-    "eval_batch_size": (24, loss, TINY),
     "examples_file": ("examples.jsonl", written_rows, RUN | dict(mode="eval")),
     "price": (3.0, cost_of_a_run, TINY | dict(mode="plan")),
     "save_end": (False, train.event_intervals, TINY),
@@ -334,6 +303,8 @@ FIELDS = {
     "temperature": (0.0, drawn, DRAWN),
     "top_k": (3, drawn, DRAWN),
     "top_p": (0.6, drawn, DRAWN),
+    **{field: (value, loss, TINY) for field, value in LOSS.items()},
+    **{field: (value, optimizer, TINY) for field, value in OPTIMIZER.items()},
 }
 
 
@@ -493,8 +464,7 @@ def test_every_field_has_a_row():
         f"{sorted(rows - fields)}")
 
 
-@pytest.mark.parametrize("field", [
-    pytest.param(name, marks=[pytest.mark.slow] * (name == "mode")) for name in FIELDS])
+@pytest.mark.parametrize("field", FIELDS)
 def test_each_field_has_its_effect(field, folder, request):
     """A changed value shows in a program, the data, samples, a launch or an error.
 

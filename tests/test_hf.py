@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import struct
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,18 +14,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import adapter
 import ckpt
 import config
 import data
 import model
 import step
 import train
-from conftest import ROOT
 from test_data import chat_folder, make_bpe
 from test_real_data import make_metaspace, save_folder
-
-sys.path.insert(0, str(ROOT / "tests/recipes"))
-import adapter
 
 SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=24, vocab_size=40, max_position_embeddings=64, rms_norm_eps=1e-3,
@@ -1184,7 +1180,6 @@ def test_hugging_face_weights_are_evaluated_sampled_and_talked_to(
     needed_for = f"mode {cfg.mode}"
     """
     torch, _ = torch_and_transformers()
-    sys.path.insert(0, str(ROOT / "tests/recipes"))
     import chat
     folder = tmp_path / "hf"
     tokenizer = chat_folder(folder)

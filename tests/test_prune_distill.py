@@ -2,7 +2,6 @@
 """The recipes for pruning and distillation, against NumPy, and killed and resumed."""
 import dataclasses
 import itertools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +11,15 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import ckpt
 import config
+import distill
 import model
+import prune
 import step as steplib
 import train
-from conftest import ROOT
 from test_recipes import assert_same_arrays, copy_at, copy_of
 from test_train import arrays as saved_arrays
 
-sys.path.insert(0, str(ROOT / "tests/recipes"))
-import distill
-import prune
-
-SHARDED = dict(dp=1, fsdp=4, tp=2, dtype="float32")
+SHARDED = dict(dp=1, fsdp=2, tp=2, dtype="float32")
 
 
 def pruned_by_numpy(new, old, step, sparsity, first, last, every):
@@ -93,7 +89,7 @@ def test_a_pruned_run_resumes_bit_exactly(tiny):
     hook = prune.prune_to(0.75, first=2, last=9, every=2)
     summary = train.main(straight, [hook, keep, copy_at(7, straight)])
     resumed = train.main(copy_of(straight), [hook])
-    assert resumed["val_loss"] == summary["val_loss"] and len(jax.devices()) == 8
+    assert resumed["val_loss"] == summary["val_loss"]
     assert_same_arrays(straight, copy_of(straight))
     for old, new in itertools.pairwise(states):
         assert all(new[name][old[name]].all() for name in new)
@@ -179,7 +175,7 @@ def test_a_student_resumes_bit_exactly_and_its_teacher_does_not_change(tiny):
     theirs = {name.removeprefix("teacher."): x for name, x in params.items() if "teacher." in name}
     assert {f"params/{name}" for name in theirs} == {n for n in saved if n.startswith("params/")}
     assert all(np.array_equal(x, saved[f"params/{name}"]) for name, x in theirs.items())
-    assert theirs["layers.wq"].addressable_shards[0].data.shape == (1, 8, 16)
+    assert theirs["layers.wq"].addressable_shards[0].data.shape == (1, 16, 16)
     arrays = ckpt.read_meta(f"{cfg.out_dir}/ckpt", 8)["arrays"]
     assert not [name for name in (*moments, *arrays) if "teacher" in name] and moments
 

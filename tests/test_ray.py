@@ -23,7 +23,6 @@ from test_train import arrays, same
 
 if not importlib.util.find_spec("ray"):
     pytest.skip("ray is not installed: pip install 'ray[tune]'", allow_module_level=True)
-sys.path.insert(0, str(ROOT / "tests/recipes"))
 import on_ray
 import tune
 

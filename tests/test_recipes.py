@@ -17,18 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import ckpt
-import train
-from conftest import ROOT
-from test_train import FORKS, arrays, same
-
-sys.path.insert(0, str(ROOT / "tests/recipes"))
 import audit
+import ckpt
+import conftest  # noqa: F401  the devices of runs in processes that killed_and_resumed forks
 import digits
 import grow
 import hooks
 import on_ray
+import train
 import tune
+from test_train import FORKS, arrays, same
 
 # What tests/test_ray.py expects a run to print. It needs Ray; the test of a worker here does not.
 RESUMED = "from its own checkpoint, at step 4\n"

@@ -2,7 +2,6 @@
 """The recipe for reinforcement learning."""
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +13,11 @@ import pytest
 import ckpt
 import config
 import model
+import rl
 import train
 from conftest import ROOT
 from test_real_data import chat_tokenizer, write_rows
 from test_recipes import assert_same_arrays, copy_at, copy_of
-
-sys.path.insert(0, str(ROOT / "tests/recipes"))
-import rl
 
 SUMS = json.loads((ROOT / "tests/recipes/sums.json").read_text()) | {"dtype": "float32"}
 REWARDS = """

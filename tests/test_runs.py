@@ -3,6 +3,7 @@
 saves on request.
 """
 import dataclasses
+import math
 import os
 import re
 import shutil
@@ -164,7 +165,8 @@ def made_up(values):
 
 def test_the_best_checkpoint(tiny, capsys):
     """At each record the parameters are kept, one checkpoint at a time; a resumed run knows the
-    record while its checkpoint is there, and evaluations and later runs read it.
+    record while its checkpoint is there, and evaluations and later runs read it. An equal value is
+    no record, nor is one that is not finite.
 
     Break: train.py: if best is not None and not metric["is_better"](value, best): => if False:
     """
@@ -172,7 +174,7 @@ def test_the_best_checkpoint(tiny, capsys):
     root = Path(tiny().out_dir, "ckpt")
     train.main(tiny(**kept, steps=3), hooks=[made_up([0.1, 0.3, 0.2])])
     assert (ckpt.steps(root / "best"), ckpt.steps(root)) == ([2], [3])
-    train.main(tiny(**kept, steps=5), hooks=[made_up([0.1, 0.3, 0.2, 0.25, 0.3])])
+    train.main(tiny(**kept, steps=5), hooks=[made_up([0.1, 0.3, 0.2, math.nan, 0.3])])
     assert ckpt.steps(root / "best") == [2]
     train.main(tiny(**kept, steps=6), hooks=[made_up([0, 0, 0, 0, 0.3, 0.4])])
     assert ckpt.steps(root / "best") == [6]
@@ -207,7 +209,7 @@ def test_a_branch_continues_the_run_that_it_leaves(tiny):
     Break: train.py: "root": root, "step": step, "meta": meta, "is_branch": True, =>
     "root": root, "step": None, "meta": meta, "is_branch": True,
     """
-    run = tiny(max_to_keep=0, log_every=3, steps=9, dp=8)
+    run = tiny(max_to_keep=0, log_every=3, steps=9, dp=2)
     counts, counts_of_branch = {}, {}
     train.main(run, hooks=[counting(counts)])
     branch = dataclasses.replace(
@@ -266,7 +268,7 @@ def test_saves_on_request_and_none_at_the_end(tiny, capsys):
 
     Break: train.py: if number == signal.SIGUSR1: => if False:
     """
-    cfg = tiny(save_every=0, eval_every=0, save_end=False, max_to_keep=0, dp=8)
+    cfg = tiny(save_every=0, eval_every=0, save_end=False, max_to_keep=0, dp=2)
     root = Path(cfg.out_dir, "ckpt")
 
     def request(event, value):

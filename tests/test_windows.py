@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import shutil
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,11 +16,7 @@ import pytest
 
 import ckpt
 import train
-from conftest import ROOT
-
-sys.path[:0] = [str(ROOT / "tests/recipes")]
 import windows
-
 from test_real_data import SIMPLE_TEMPLATE, USER, few_answers, save_folder, write_rows
 from test_recipes import assert_same_arrays, kill_at, killed_and_resumed
 from test_train import losses, rows

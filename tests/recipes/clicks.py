@@ -21,9 +21,9 @@ import train  # isort: skip  before JAX, whose memory it sets up
 import jax
 import jax.numpy as jnp
 import numpy as np
-import windows
 from jax.sharding import PartitionSpec as P
 
+import windows
 from train import config, data
 
 

@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # dpo.py stands there
 
 import train  # isort: skip  before JAX, whose memory it sets up
-import dpo
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
+import dpo
 from train import ckpt, config, data, model, steplib
 
 

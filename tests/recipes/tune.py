@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import train  # isort: skip  before JAX, whose memory it sets up
 import on_ray
-
 from train import ckpt, config
 
 
