@@ -281,6 +281,10 @@ HUB = {  # config.json files written by transformers 4, and the fields that they
         model_type="llama", hidden_act="silu", hidden_size=4096, intermediate_size=11008,
         num_attention_heads=32, num_hidden_layers=32, rms_norm_eps=1e-06, vocab_size=32000),
         dict(n_kv_heads=32, head_dim=128, rope_theta=1e4, rope_factor=1.0, sliding_window=0)),
+    "Seed-OSS-36B, the keys that have no default": (dict(
+        model_type="seed_oss", hidden_size=5120, intermediate_size=27648, num_attention_heads=80,
+        num_hidden_layers=64, vocab_size=155136),
+        dict(n_kv_heads=8, head_dim=128, qkv_bias=True, tie_embeddings=False)),
     "Qwen3-30B-A3B": (dict(
         model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=128,
         hidden_act="silu", hidden_size=2048, intermediate_size=6144, max_window_layers=48,
