@@ -313,8 +313,8 @@ def label_logits(logits_BTV, labels_BT):
 # ---- supporting
 #
 # Most runs use these, but a first reading can skip them. In this order: patterns of names, parts
-# of a layer, inputs of the layers, choice of the attention kernel, sharding, matrix products, mixed
-# precision on CPUs, parts of the loss, FLOPs.
+# of a layer, inputs of the layers, choice of the attention kernel, sharding, matrix products,
+# matrix products on CPUs, parts of the loss, FLOPs.
 
 
 # ---- patterns of names
@@ -732,7 +732,9 @@ def _matmul(x, w, cfg, f32_out=False):
     if mixed or _axis_size("sp") == 1:
         rows = x.reshape(-1, x.shape[-1])
     if mixed:
-        y = _matmul_mixed(rows, w)
+        y = _matmul_for_cpu(rows, w, jnp.bfloat16)
+    elif _is_one_cpu(cfg):
+        y = _matmul_for_cpu(rows, w, jnp.float32)
     elif f32_out:
         y = _matmul_f32(rows, w)
     else:
@@ -760,54 +762,66 @@ def _batched_matmul(x, w, cfg):
     if cfg.dtype != "mixed":
         return _einsum("BKGMD,BKDF->BKGMF", x, w)
     B, K, D, F = w.shape
-    y = _matmul_mixed(x.reshape(B, K, -1, D), _for_cpu(w, cfg))
+    y = _matmul_for_cpu(x.reshape(B, K, -1, D), _for_cpu(w, cfg), jnp.bfloat16)
     return y.reshape(*x.shape[:-1], F)
 
 
 _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-# ---- mixed precision on CPUs
+# ---- matrix products on CPUs
+
+def _is_one_cpu(cfg):
+    """Whether this is a program for a single CPU device, in float32 or "mixed"."""
+    is_cpu = _by_platform({"cpu": True, "other": False})
+    return (is_cpu and jax.sharding.get_abstract_mesh().size == 1
+            and cfg.dtype in ("float32", "mixed"))
+
 
 def _for_cpu(x, cfg):
-    """x itself, a hint for the speed of "mixed" on one device: XLA writes x and its gradient to
-    memory, and does not compute them again in each kernel that reads them.
+    """x itself, a hint for the speed of a CPU: XLA writes x and its gradient to memory, and does
+    not compute them again in each kernel that reads them.
     """
-    if cfg.dtype != "mixed" or jax.sharding.get_abstract_mesh().size > 1:
+    if not _is_one_cpu(cfg):
         return x
+    return _written(x)
+
+
+def _written(x):
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-@jax.custom_gradient
-def _matmul_mixed(x, w):
-    """float32 [..., M, D] @ [..., D, F] and its gradient, from operands rounded to bfloat16 and
-    accumulated in float32.
+def _matmul_for_cpu(x, w, dtype):
+    """float32 [..., M, D] @ [..., D, F] and its gradient, from operands rounded to dtype, bfloat16
+    or float32, and accumulated in float32.
 
-    For CPUs that multiply bfloat16 (AMX, AMD's AVX512_BF16), which are fast only if the sum runs
-    over the last dim of the left operand in memory.
+    CPUs that multiply bfloat16 (AMX, AMD's AVX512_BF16) are fast only if the sum runs over the last
+    dim of the left operand in memory. float32 is faster that way in a weight's gradient.
 
-    Error: 2**-9 of each operand.
+    Error: 2**-9 of each operand in bfloat16.
     """
     dot = partial(jnp.matmul, preferred_element_type=jnp.float32)
-    x = x.astype(jnp.bfloat16)
-    w = w.astype(jnp.bfloat16)
 
-    def transposed(a):
-        # Forces XLA to write it: fused into a product, it is slow or has no kernel.
-        return with_layout_constraint(a.mT, Layout(tuple(range(a.ndim))))
+    @jax.custom_gradient
+    def multiply(x, w):
+        x = x.astype(dtype)
+        w = w.astype(dtype)
 
-    def gradient(dy):
-        dy = dy.astype(jnp.bfloat16)
-        dx = dot(dy, transposed(w))
-        # The smaller of x and dy is transposed; without the barrier XLA transposes the other one,
-        # and has no kernel.
-        if x.size <= dy.size:
-            dw = jax.lax.optimization_barrier(dot(transposed(x), dy))
-        else:
-            dw = jax.lax.optimization_barrier(dot(transposed(dy), x)).mT
-        return dx, dw
+        def gradient(dy):
+            dy = dy.astype(dtype)
+            # A transpose is written: fused into a product, it is slow or has no kernel.
+            dx = dot(dy, w.mT if dtype == jnp.float32 else _written(w.mT))
+            # The smaller of x and dy is transposed; without the barrier XLA transposes the other
+            # one, and has no kernel.
+            if x.size <= dy.size:
+                dw = jax.lax.optimization_barrier(dot(_written(x.mT), dy))
+            else:
+                dw = jax.lax.optimization_barrier(dot(_written(dy.mT), x)).mT
+            return dx, dw
 
-    return dot(x, w), gradient
+        return dot(x, w), gradient
+
+    return multiply(x, w)
 
 
 # ---- parts of the loss

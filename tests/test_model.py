@@ -747,28 +747,48 @@ def test_layers_that_differ_in_a_scan(monkeypatch):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("product, dtype, batch, M, D, F", [
-    ("_matmul_f32", "float32", (), 48, 64, 32), ("_matmul_f32", "bfloat16", (), 48, 64, 32),
-    ("_matmul_mixed", "float32", (), 48, 64, 32), ("_matmul_mixed", "float32", (2, 3), 48, 32, 64)])
-def test_products_round_their_operands_alone(product, dtype, batch, M, D, F):
-    """Products and gradients are float64's of rounded operands, to 1e-6 of the largest.
+@pytest.mark.parametrize("rounding, dtype, batch, M, D, F", [
+    (None, "float32", (), 48, 64, 32), (None, "bfloat16", (), 48, 64, 32),
+    ("float32", "float32", (), 48, 64, 32), ("float32", "float32", (), 48, 32, 64),
+    ("bfloat16", "float32", (), 48, 64, 32), ("bfloat16", "float32", (2, 3), 48, 32, 64)])
+def test_products_round_their_operands_alone(rounding, dtype, batch, M, D, F):
+    """Products and gradients are float64's of rounded operands, to 1e-6 of the largest. rounding:
+    of _matmul_for_cpu; None: _matmul_f32.
 
-    Break: model.py: dy.astype(jnp.bfloat16) => dy
+    Break: model.py: dy = dy.astype(dtype) => pass
     """
+    product = model._matmul_f32
+    if rounding:
+        product = partial(model._matmul_for_cpu, dtype=jnp.dtype(rounding))
     rng = np.random.default_rng(4)
     x, w, dy = (rng.normal(size=(*batch, *shape)) for shape in ((M, D), (D, F), (M, F)))
     if dtype == "bfloat16":
         x, w = (a.astype(jnp.bfloat16).astype(np.float64) for a in (x, w))
-    y, vjp = jax.vjp(jax.jit(getattr(model, product)), jnp.asarray(x, dtype), jnp.asarray(w, dtype))
+    y, vjp = jax.vjp(jax.jit(product), jnp.asarray(x, dtype), jnp.asarray(w, dtype))
     grads = vjp(jnp.float32(dy))
-    rounding = "bfloat16" if product == "_matmul_mixed" else dtype
-    x, w, dy = (a.astype(np.float32).astype(rounding).astype(np.float64) for a in (x, w, dy))
+    operands = (a.astype(np.float32).astype(rounding or dtype) for a in (x, w, dy))
+    x, w, dy = (a.astype(np.float64) for a in operands)
     wanted = x @ w, dy @ np.swapaxes(w, -1, -2), np.swapaxes(x, -1, -2) @ dy
     assert y.dtype == np.float32 and {g.dtype.name for g in grads} == {dtype}
     for got, want in zip((y, *grads), wanted, strict=True):
         error = 2**-8 if got.dtype == jnp.bfloat16 else 0
         np.testing.assert_allclose(np.float64(got), want, rtol=error,
                                    atol=1e-6 * np.abs(want).max())
+
+
+def test_only_one_cpu_device_gets_layouts():
+    """Products in float32 are written for a CPU on a mesh of one device, not of two.
+
+    Break: model.py: return (is_cpu and => return not (is_cpu and
+    """
+    cfg = dataclasses.replace(BASE, dtype="float32")
+
+    def operations(n_devices):
+        with jax.set_mesh(step.make_mesh(config.Config(fsdp=-1), jax.devices()[:n_devices])):
+            return str(jax.make_jaxpr(jax.grad(lambda w: model._matmul(w, w, cfg).sum()))(
+                jnp.ones((8, 8))))
+
+    assert "layout_constraint" in operations(1) and "layout_constraint" not in operations(2)
 
 
 @pytest.mark.slow

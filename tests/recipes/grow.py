@@ -32,26 +32,29 @@ class GrowConfig(config.Config):
 
 def main(cfg, hooks=(), task=train.TEXT):
     """train.main of both runs, or of the one that is left. cfg: a GrowConfig."""
+    cfg = config.resolve_paths(cfg)
     errors = []
-    if not cfg.epochs and cfg.grow_at >= cfg.steps:
+    if cfg.coordinator or cfg.epochs or cfg.resume == "overwrite":
+        errors.append("coordinator, epochs, resume overwrite: not with two runs; leave them out")
+        config.raise_if_errors(errors)
+    fields = [field.name for field in dataclasses.fields(config.Config)]
+    deep = config.Config(**{name: getattr(cfg, name) for name in fields})
+    has_grown = ckpt.newest_meta(ckpt.ckpt_root(deep.out_dir, deep.ckpt_dir))
+    if deep.mode != "train" or has_grown:
+        return train.main(deep, hooks, task)
+    if cfg.grow_at >= cfg.steps:
         errors.append(f"grow_at {cfg.grow_at}: must be below steps {cfg.steps}")
     if cfg.grow_from >= cfg.n_layers:
         errors.append(f"grow_from {cfg.grow_from}: must be below n_layers {cfg.n_layers}")
     config.raise_if_errors(errors)
-
-    fields = [field.name for field in dataclasses.fields(config.Config)]
-    deep = config.Config(**{name: getattr(cfg, name) for name in fields})
-    has_grown = ckpt.newest_meta(ckpt.ckpt_root(deep.out_dir, deep.ckpt_dir))
-    if deep.mode != "train" or (has_grown and deep.resume != "overwrite"):
-        return train.main(deep, hooks, task)
-
     shallow = replace(deep, n_layers=cfg.grow_from, out_dir=f"{deep.out_dir}/shallow",
                       ckpt_dir=deep.ckpt_dir and f"{deep.ckpt_dir}/shallow", export="",
-                      stop=(*deep.stop, str(cfg.grow_at)))
+                      export_every=0, stop=(*deep.stop, str(cfg.grow_at)))
     summary = train.main(shallow, hooks, task)
     if summary["step"] != cfg.grow_at or summary["exit_code"]:
         return summary  # stopped earlier
-    return train.main(deep, hooks, task, state=grow(summary["state"], deep, task))
+    return train.main(replace(deep, resume="auto"), (*hooks, save_first), task,
+                      state=grow(summary["state"], deep, task))
 
 
 def grow(state, cfg, task=train.TEXT):
@@ -62,11 +65,17 @@ def grow(state, cfg, task=train.TEXT):
     def extend(path, old, new):
         if old.shape == new.shape:
             return old
+        # Moments may be in host memory.
+        old, new = (jax.device_put(x, x.sharding.with_memory_kind("device")) for x in (old, new))
         added = new[len(old):]
         names = [getattr(part, "key", None) for part in path]
         return jnp.concatenate([old, 0 * added if names[-1] in OUTPUTS else added])
 
     return jax.tree_util.tree_map_with_path(extend, state, initial)
+
+
+def save_first(event, row):  # so that train.py finds the deeper model
+    return row | {"request": ["save"]} if event == "start" else None
 
 
 if __name__ == "__main__":
