@@ -607,6 +607,7 @@ def test_all_errors_at_once():
         validate(Config(**change), 8)
     # A preset may have values that another flag makes unused.
     validate(parse("--config gpt2-124m --epochs 2 --schedule constant"), 1)
+    validate(Config(seq_len=63), 1)  # in tiles or not: logit_tiles is automatic
 
 
 # (field, a value of it, other fields that are unused with that value, a value that uses them)
