@@ -1599,6 +1599,8 @@ def test_splits_of_rows_from_python(tmp_path):
     splits = {name: [{"text": name}] for name in ("test", "train", "unsupervised")}
     assert read(splits) == [["train"], ["test"]]
     assert read(splits | {"validation": [{"text": "v"}]}) == [["train"], ["v"]]
+    with pytest.raises(ValueError, match=r"data: has \['test'\]; must be rows, or a dict of rows"):
+        read({"test": splits["test"]})
     assert read(splits["train"]) == [["train"]]
     path = write_rows(tmp_path / "a.jsonl", [{"text": "file"}])
     assert read(splits["train"], val_data=(str(path),)) == [["train"], ["file"]]
