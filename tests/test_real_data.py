@@ -1485,6 +1485,7 @@ def test_ids_of_an_unknown_vocabulary(tmp_path):
     tokenizer = data.make_cfg_tokenizer(cfg)
     assert tokenizer["decode"]([72, 300, 105]) == "<72><300><105>"
     assert tokenizer["stops"] == {300}
+    assert data.make_cfg_tokenizer(dataclasses.replace(cfg, eod_id=0))["stops"] == {0}
     with pytest.raises(ValueError, match="in the data are not bytes, so that 'Hi' has no ids; set"):
         tokenizer["encode"]("Hi")
 
