@@ -244,7 +244,7 @@ def test_planted_errors_are_found(tmp_path):
     """
     folder = copy_project(
         tmp_path / "copy",
-        ("model.py", "dx = dot(dy, transposed(w))", "dx = 1.2 * dot(dy, transposed(w))"),
+        ("model.py", "dx = dot(dy, w.mT if", "dx = 1.2 * dot(dy, w.mT if"),
         ("train.py", "pinned=cfg.overfit_batch), run.first_step, cfg.steps,",
          "pinned=cfg.overfit_batch), 0, cfg.steps,"),
         # The other items must not fail by the learning rate.

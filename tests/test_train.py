@@ -410,7 +410,7 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
     for row in saved:
         assert f"12 bottles{{+{train.printable(row['text'])}+}}\n" in printed[0]
     with pytest.raises(ValueError, match="mode sample: this task has no samples"):
-        train.main(tiny(mode="sample"), (), train.TEXT | {"sample": None})
+        train.main(tiny(mode="sample", sample_tokens=1), (), train.TEXT | {"sample": None})
 
 
 def test_modes_without_training_use_a_state_parameters_a_checkpoint_or_init_from(tiny, tmp_path):
@@ -1611,7 +1611,7 @@ def test_a_run_with_another_ckpt_dir_is_not_started_anew(tiny, tmp_path):
     ckpt.wait(ckpt.save(tmp_path / "foreign", 7, {"a": np.ones(3)}))
     for mode in ("train", "sample"):
         with pytest.raises(ValueError, match="foreign: checkpoint 7 was not saved by a run"):
-            train.main(tiny(mode=mode, out_dir=str(tmp_path / "fourth"),
+            train.main(tiny(mode=mode, out_dir=str(tmp_path / "fourth"), sample_tokens=1,
                             ckpt_dir=str(tmp_path / "foreign")))
 
 
