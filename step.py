@@ -7,6 +7,7 @@ them. Knows no model: loss_fn, init_fn and the parameter table {name: {"shape", 
 Invariant: one call of `train_step` is one step; rate and data depend only on the step.
 """
 import contextlib
+import dataclasses
 import hashlib
 import inspect
 import os
@@ -999,7 +1000,7 @@ def _count_threads():
 #
 # The sections, in this order: parameters in bfloat16, loss scaling for float16, optimizer in host
 # memory, weight statistics, memory estimates, time estimates, memory advice, processes, profiler,
-# compilation cache.
+# compilation cache, this file alone.
 
 
 # ---- parameters in bfloat16
@@ -1357,3 +1358,10 @@ def enable_compilation_cache(folder):
     programs = f"{os.path.expanduser(folder)}/threads{_count_threads()}" if folder else None
     jax.config.update("jax_compilation_cache_dir", programs)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+# ---- this file alone
+
+def make_cfg(**fields):
+    """A frozen dataclass of these fields, for a program without config.py."""
+    return dataclasses.make_dataclass("Cfg", fields, frozen=True)(**fields)
