@@ -3,8 +3,7 @@
 
 Commit: (1) each process writes its shards to root/000000100/<id>/ and syncs them; (2) process 0
 waits for all; (3) it writes root/000000100/meta.json, which names <id>: one atomic write, also in
-an object store. Without meta.json there is no checkpoint. Process 0 chooses the one
-to restore.
+an object store. Without meta.json there is no checkpoint. Process 0 chooses the one to restore.
 
     ckpt.wait(ckpt.save("runs", 7, tree)); tree = ckpt.restore("runs", 7, like=tree)
 """

@@ -1073,8 +1073,8 @@ def _decode_numbers(ids):
 # ---- metrics of text
 
 def fingerprint(dataset):
-    """A line by which a resume finds other tokens: their number, and a checksum of the first and
-    last 2^20 of each shard, fewer of each if there are many shards.
+    """A line by which a resume notices other tokens: their number, and a checksum of the first
+    and last 2^20 of each shard, fewer of each if there are many shards.
     """
     shards = dataset["shards"]
     n = max(2**20 // len(shards), 2**10)

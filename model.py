@@ -54,7 +54,7 @@ def param_table(cfg):
 
     # tp splits heads, the MLP's width and the vocabulary.
     in_spec = P(None, WEIGHT_AXES, "tp")  # column-parallel: an all-reduce over tp in backward
-    out_spec = P(None, "tp", WEIGHT_AXES)  # row-parallel: in forward
+    out_spec = P(None, "tp", WEIGHT_AXES)  # row-parallel: one in forward
 
     table = {
         "embed": _row((V, D), P("tp", WEIGHT_AXES), normal),
@@ -788,6 +788,7 @@ def _for_cpu(x, cfg):
 
 
 def _written(x):
+    """x, which XLA writes to memory with its dims in this order."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
@@ -942,8 +943,8 @@ def flops_per_token(cfg, seq_len, keys=None):
 #
 # One section for each optional feature: helpers of several sections, generation, layers that
 # differ, rotary scaling, dropout, label smoothing, document mask, rematerialization, memory flags,
-# loss in tiles, MLP in tiles, attention by blocks, attention by cuDNN,
-# attention by Pallas, LoRA, experts, Hugging Face.
+# loss in tiles, MLP in tiles, attention by blocks, attention by cuDNN, attention by Pallas, LoRA,
+# experts, Hugging Face.
 
 
 # ---- helpers of several sections

@@ -33,15 +33,15 @@ class GrowConfig(config.Config):
 def main(cfg, hooks=(), task=train.TEXT):
     """train.main of both runs, or of the one that is left. cfg: a GrowConfig."""
     cfg = config.resolve_paths(cfg)
-    errors = []
     if cfg.coordinator or cfg.epochs or cfg.resume == "overwrite":
-        errors.append("coordinator, epochs, resume overwrite: not with two runs; leave them out")
-        config.raise_if_errors(errors)
+        config.raise_if_errors([
+            "coordinator, epochs, resume overwrite: not with two runs; leave them out"])
     fields = [field.name for field in dataclasses.fields(config.Config)]
     deep = config.Config(**{name: getattr(cfg, name) for name in fields})
     has_grown = ckpt.newest_meta(ckpt.ckpt_root(deep.out_dir, deep.ckpt_dir))
     if deep.mode != "train" or has_grown:
         return train.main(deep, hooks, task)
+    errors = []
     if cfg.grow_at >= cfg.steps:
         errors.append(f"grow_at {cfg.grow_at}: must be below steps {cfg.steps}")
     if cfg.grow_from >= cfg.n_layers:
