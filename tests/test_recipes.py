@@ -341,7 +341,7 @@ def test_a_model_that_grows(tiny):
     new = dataclasses.replace(cfg, out_dir=f"{cfg.out_dir}_new")
     for wrong, message in (({"grow_at": 12}, "grow_at 12: must be below steps 12"),
                            ({"grow_from": 3}, "grow_from 3: must be below n_layers 3"),
-                           ({"epochs": 1.0}, "epochs, resume overwrite: not with"),
+                           ({"epochs": 1.0}, "epochs 1: must be 0; set steps"),
                            ({"resume": "overwrite"}, "overwrite: not with two runs")):
         with pytest.raises(ValueError, match=message):
             grow.main(dataclasses.replace(new, **wrong))

@@ -33,15 +33,19 @@ class GrowConfig(config.Config):
 def main(cfg, hooks=(), task=train.TEXT):
     """train.main of both runs, or of the one that is left. cfg: a GrowConfig."""
     cfg = config.resolve_paths(cfg)
-    if cfg.coordinator or cfg.epochs or cfg.resume == "overwrite":
-        config.raise_if_errors([
-            "coordinator, epochs, resume overwrite: not with two runs; leave them out"])
+    errors = []
+    if cfg.coordinator:
+        errors.append(f"coordinator {cfg.coordinator}: must be empty; grow.py has one process")
+    if cfg.epochs:
+        errors.append(f"epochs {cfg.epochs:g}: must be 0; set steps")
+    if cfg.resume == "overwrite":
+        errors.append("resume overwrite: not with two runs; delete their folder")
+    config.raise_if_errors(errors)
     fields = [field.name for field in dataclasses.fields(config.Config)]
     deep = config.Config(**{name: getattr(cfg, name) for name in fields})
     has_grown = ckpt.newest_meta(ckpt.ckpt_root(deep.out_dir, deep.ckpt_dir))
     if deep.mode != "train" or has_grown:
         return train.main(deep, hooks, task)
-    errors = []
     if cfg.grow_at >= cfg.steps:
         errors.append(f"grow_at {cfg.grow_at}: must be below steps {cfg.steps}")
     if cfg.grow_from >= cfg.n_layers:
@@ -51,8 +55,12 @@ def main(cfg, hooks=(), task=train.TEXT):
                       ckpt_dir=deep.ckpt_dir and f"{deep.ckpt_dir}/shallow", export="",
                       export_every=0, stop=(*deep.stop, str(cfg.grow_at)))
     summary = train.main(shallow, hooks, task)
-    if summary["step"] != cfg.grow_at or summary["exit_code"]:
+    if summary["step"] > cfg.grow_at:
+        config.raise_if_errors([f"grow_at {cfg.grow_at}: {shallow.out_dir} is at step "
+                                f"{summary['step']}; set that, or another --out_dir"])
+    if summary["step"] < cfg.grow_at or summary["exit_code"]:
         return summary  # stopped earlier
+    train.print0(f"step {cfg.grow_at}: {cfg.grow_from} of {cfg.n_layers} layers are trained")
     return train.main(replace(deep, resume="auto"), (*hooks, save_first), task,
                       state=grow(summary["state"], deep, task))
 
