@@ -195,7 +195,7 @@ def _norm(x, w, name, cfg):
     x_f32 = x.astype(jnp.float32)
     if gain.size > x.shape[-1]:  # of all heads together
         x_f32 = x_f32.reshape(*x.shape[:-2], -1)
-    x_f32 *= jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + cfg.norm_eps)
+    x_f32 *= jax.lax.rsqrt(_reduce_rows(jnp.sum, x_f32 * x_f32) / x_f32.shape[-1] + cfg.norm_eps)
     return (x_f32 * _broadcast(gain, x_f32.shape)).reshape(x.shape).astype(x.dtype)
 
 
@@ -233,10 +233,10 @@ def _attend_dense(q_BNTH, k_BKSH, v_BKSH, mask_BTS, cfg):
     scores_BKGTS = _soft_cap(_batched_matmul(q_BKGTH, k_BKSH.mT, cfg), cfg.attn_softcap)
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -jnp.inf)
     # Softmax, which divides after the product with v.
-    max_BKGT1 = jax.lax.stop_gradient(scores_BKGTS.max(axis=-1, keepdims=True))
+    max_BKGT1 = jax.lax.stop_gradient(_reduce_rows(jnp.max, scores_BKGTS))
     e_BKGTS = jnp.exp(scores_BKGTS - max_BKGT1)
     a_BKGTH = _batched_matmul(e_BKGTS.astype(v_BKSH.dtype), v_BKSH, cfg)
-    sum_BKGT1 = e_BKGTS.sum(axis=-1, keepdims=True)
+    sum_BKGT1 = _reduce_rows(jnp.sum, e_BKGTS)
     a_BKGTH, sum_BKGT1 = checkpoint_name((a_BKGTH, sum_BKGT1), "attention")
     return (a_BKGTH / sum_BKGT1).reshape(q_BNTH.shape).astype(q_BNTH.dtype)
 
@@ -373,6 +373,18 @@ def _add_to_residual(x_BTD, y_BTD, sublayer, w, cfg):
         y_BTD = _dropout(y_BTD, w["dropout_keys"][sublayer], cfg)
     # This constraint forces the all-reduce over tp here; over sp the sequence stays split.
     return _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
+
+
+def _reduce_rows(reduce, x):
+    """reduce (jnp.sum, jnp.max) over the last dim of x, which becomes 1.
+
+    On a CPU in two steps: XLA uses vector instructions only over a dim that is not the last.
+    """
+    lanes = 16
+    if x.shape[-1] % lanes == 0 and _by_platform({"cpu": True, "other": False}):
+        x = reduce(x.reshape(*x.shape[:-1], -1, lanes), axis=-2)
+        x = jax.lax.optimization_barrier(x)  # otherwise XLA makes one step of both
+    return reduce(x, axis=-1, keepdims=True)
 
 
 def _broadcast(gain, shape):
@@ -725,16 +737,13 @@ def _dtype(cfg):
 
 def _matmul(x, w, cfg, f32_out=False):
     """Multiply x [..., D] by w [D, F], in x's dtype, or with a float32 result if f32_out."""
-    mixed = cfg.dtype == "mixed"
     # One product of two matrices, whose weight gradient is faster on CPUs (LOG.md). Over sp x keeps
     # its dims, since flattening a split sequence would gather it; "mixed" flattens over sp too.
     rows = x
-    if mixed or _axis_size("sp") == 1:
+    if cfg.dtype == "mixed" or _axis_size("sp") == 1:
         rows = x.reshape(-1, x.shape[-1])
-    if mixed:
-        y = _matmul_for_cpu(rows, w, jnp.bfloat16)
-    elif _is_one_cpu(cfg):
-        y = _matmul_for_cpu(rows, w, jnp.float32)
+    if cfg.dtype == "mixed" or _is_one_cpu(cfg):
+        y = _matmul_for_cpu(rows, w, cfg)
     elif f32_out:
         y = _matmul_f32(rows, w)
     else:
@@ -759,10 +768,10 @@ def _batched_matmul(x, w, cfg):
 
     Here M, D and F are the rows, the summed dim and the columns of any product, not widths.
     """
-    if cfg.dtype != "mixed":
+    if cfg.dtype != "mixed" and not _is_one_cpu(cfg):
         return _einsum("BKGMD,BKDF->BKGMF", x, w)
     B, K, D, F = w.shape
-    y = _matmul_for_cpu(x.reshape(B, K, -1, D), _for_cpu(w, cfg), jnp.bfloat16)
+    y = _matmul_for_cpu(x.reshape(B, K, -1, D), _for_cpu(w, cfg), cfg)
     return y.reshape(*x.shape[:-1], F)
 
 
@@ -792,15 +801,16 @@ def _written(x):
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-def _matmul_for_cpu(x, w, dtype):
-    """float32 [..., M, D] @ [..., D, F] and its gradient, from operands rounded to dtype, bfloat16
-    or float32, and accumulated in float32.
+def _matmul_for_cpu(x, w, cfg):
+    """float32 [..., M, D] @ [..., D, F] and its gradient, accumulated in float32; "mixed" rounds
+    the operands to bfloat16.
 
     CPUs that multiply bfloat16 (AMX, AMD's AVX512_BF16) are fast only if the sum runs over the last
     dim of the left operand in memory. float32 is faster that way in a weight's gradient.
 
     Error: 2**-9 of each operand in bfloat16.
     """
+    dtype = jnp.bfloat16 if cfg.dtype == "mixed" else jnp.float32
     dot = partial(jnp.matmul, preferred_element_type=jnp.float32)
 
     @jax.custom_gradient

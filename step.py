@@ -742,7 +742,8 @@ def compiler_options(cfg, device):
 
     CPU: each matrix product is a separate fusion. XLA's default fuses a product with the reduction
     that follows it, and some of these fusions return wrong numbers (jax 0.10 to 0.12): a batched
-    product with a broadcast operand, then a sum. tests/test_step.py has the known cases. LLVM's
+    product with a broadcast operand, then a sum. tests/test_step.py has the known cases. Float32 on
+    Intel's CPUs without YNNPACK: Eigen's products are faster there (LOG.md). LLVM's
     first level of optimization, unless XLA_FLAGS names one: programs compile in 0.85 of the time
     and run as fast as with the third level, since the products are library calls.
 
@@ -750,7 +751,10 @@ def compiler_options(cfg, device):
     in the gradients of the embedding and of experts.
     """
     if device.platform == "cpu":
-        options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+        ynn_fusions = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+        if cfg.dtype == "float32" and "GenuineIntel" in _cpuinfo():
+            ynn_fusions = ""
+        options = {"xla_cpu_experimental_ynn_fusion_type": ynn_fusions}
         if not XLA_FLAGS_NAME_LEVEL:
             options["xla_backend_optimization_level"] = 1
         return options

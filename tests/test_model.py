@@ -759,7 +759,8 @@ def test_products_round_their_operands_alone(rounding, dtype, batch, M, D, F):
     """
     product = model._matmul_f32
     if rounding:
-        product = partial(model._matmul_for_cpu, dtype=jnp.dtype(rounding))
+        cfg = dataclasses.replace(BASE, dtype="mixed" if rounding == "bfloat16" else rounding)
+        product = partial(model._matmul_for_cpu, cfg=cfg)
     rng = np.random.default_rng(4)
     x, w, dy = (rng.normal(size=(*batch, *shape)) for shape in ((M, D), (D, F), (M, F)))
     if dtype == "bfloat16":
@@ -789,6 +790,22 @@ def test_only_one_cpu_device_gets_layouts():
                 jnp.ones((8, 8))))
 
     assert "layout_constraint" in operations(1) and "layout_constraint" not in operations(2)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 64), (3, 5, 20)])
+def test_rows_are_reduced_as_numpy_does(shape):
+    """Sums and maxima of rows, and the gradient of a sum, are float64's to 1e-6 of the largest,
+    whether or not a row is a multiple of 16.
+
+    Break: model.py: x = reduce(x.reshape(*x.shape[:-1], -1, lanes), axis=-2) => x = x[..., :lanes]
+    """
+    x = np.random.default_rng(5).normal(size=shape)
+    for of_jax, of_numpy in ((jnp.sum, np.sum), (jnp.max, np.max)):
+        got = jax.jit(partial(model._reduce_rows, of_jax))(jnp.float32(x))
+        want = of_numpy(x, axis=-1, keepdims=True)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
+    squares = jax.grad(lambda x: model._reduce_rows(jnp.sum, x * x).sum())(jnp.float32(x))
+    np.testing.assert_allclose(squares, 2 * x, rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -1218,7 +1218,7 @@ def test_a_gpu_is_known_by_its_compute_capability(platform, capability, known, m
     more = {"compute_capability": capability} if capability else {}
     device = types.SimpleNamespace(platform=platform, **more)
     assert step.platform(device) == known
-    free, exact = (step.compiler_options(types.SimpleNamespace(deterministic=deterministic), device)
+    free, exact = (step.compiler_options(config.Config(deterministic=deterministic), device)
                    for deterministic in (False, True))
     option = {"xla_gpu_exclude_nondeterministic_ops": True}
     assert exact == (option if known.endswith("cuda") else free)
@@ -1227,16 +1227,24 @@ def test_a_gpu_is_known_by_its_compute_capability(platform, capability, known, m
     if known == "cpu":  # XLA_FLAGS of these tests name a level; without, it is 1
         assert "xla_backend_optimization_level" not in free
         monkeypatch.setattr(step, "XLA_FLAGS_NAME_LEVEL", False)
-        free = step.compiler_options(types.SimpleNamespace(deterministic=False), device)
+        free = step.compiler_options(config.Config(), device)
         assert free["xla_backend_optimization_level"] == 1
 
 
-def test_forms_that_xla_miscompiles_are_right_with_our_options():
-    """They equal float64 NumPy. Skipped with a notice once all are right without the options too.
+@pytest.mark.parametrize("vendor", ["AuthenticAMD", "GenuineIntel"])
+def test_forms_that_xla_miscompiles_are_right_with_our_options(vendor, monkeypatch):
+    """They equal float64 NumPy, by YNNPACK and, for an Intel CPU, without it. Skipped with a notice
+    once all are right without the options too.
 
-    Break: step.py: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"} => "LIBRARY_FUSION_TYPE_DOT"}
+    Break: step.py: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT" => "LIBRARY_FUSION_TYPE_DOT"
     """
-    options = step.compiler_options(types.SimpleNamespace(deterministic=False), jax.devices()[0])
+    monkeypatch.setattr(step, "_cpuinfo", lambda: f"vendor_id\t: {vendor}\n")
+    cfg = config.Config(dtype="float32")
+    options = step.compiler_options(cfg, jax.devices()[0])
+    has_ynnpack = options["xla_cpu_experimental_ynn_fusion_type"] != ""
+    assert has_ynnpack == (vendor == "AuthenticAMD")
+    cfg = config.Config(dtype="mixed")
+    assert step.compiler_options(cfg, jax.devices()[0])["xla_cpu_experimental_ynn_fusion_type"]
     wrong_by_default = {}
     for form, shape in check.FORMS:
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
