@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of Hugging Face weights, read and written: comparisons with transformers."""
+import copy
 import dataclasses
 import io
 import json
@@ -834,10 +835,15 @@ def read_adapted(cfg, folder):
 
 
 def assert_logits_of(tuned, logits):
-    """The logits are those of a model of PEFT, in which the adapter has an effect."""
-    expected = hf_logits(tuned)
-    with tuned.disable_adapter():
-        without = hf_logits(tuned)
+    """The logits are those of a model of PEFT, which has float64 but for experts. The adapter has an
+    effect.
+    """
+    exact = tuned  # float32 errs by up to 1e-5 itself, but experts have no product in float64
+    if not hasattr(tuned.config, "num_local_experts"):
+        exact = copy.deepcopy(tuned).double()
+    expected = hf_logits(exact)
+    with exact.disable_adapter():
+        without = hf_logits(exact)
     largest = np.abs(expected).max()
     assert np.abs(logits - expected).max() <= 1e-5 * largest < np.abs(logits - without).max() / 1e4
 
@@ -1010,7 +1016,7 @@ def test_runs_that_an_adapter_cannot_express_are_refused(tiny, tmp_path, llama_f
 def test_the_numbers_of_probes_are_those_of_transformers(family, kinds, tmp_path):
     """To five digits, and the forward pass gives them, for every form that can be exported.
 
-    Break: model.py: "sliding": 7.68310 => "sliding": 7.67310
+    Break: model.py: "sliding": 7.68416 => "sliding": 7.67416
     """
     torch, transformers = torch_and_transformers()
     form = {name: name in model.HF_FAMILIES[family][0] for name in model.HF_FORM}
@@ -1025,12 +1031,14 @@ def test_the_numbers_of_probes_are_those_of_transformers(family, kinds, tmp_path
         form |= {"d_model": 18, "n_heads": 4, "head_dim": 8}
     cfg = config.derive_text(config.Config(**form, vocab_size=300))
     number = 0.0
+    # In float32, "sliding" of olmo3 and qwen3 differs from CPU to CPU in the fourth digit.
+    dtype = torch.float32 if cfg.n_experts else torch.float64  # experts have no product in float64
     for tiny, params, tokens in model.probe_models(cfg):
         write(tmp_path / "model.safetensors", model.to_hf(params, tiny), model.hf_pieces(tiny))
         settings = model.hf_config(tiny) | {"model_type": family, "architectures": None}
         (tmp_path / "config.json").write_text(json.dumps(settings))
         hf_model = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path, dtype=torch.float32, attn_implementation="eager")
+            tmp_path, dtype=dtype, attn_implementation="eager")
         with torch.no_grad():
             logits = hf_model(torch.tensor(np.array(tokens))).logits.numpy()
         number += np.vdot(logits, np.cos(np.arange(logits.size)))

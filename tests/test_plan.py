@@ -209,7 +209,7 @@ def test_traffic_is_what_was_written():
 def test_ulysses_moves_heads_and_gathers_no_sequence():
     """A step over sp 4 has four all-to-alls a layer; weights, gradients and scalars cross too.
 
-    Break: model.py: if mixed or _axis_size("sp") == 1 => if True
+    Break: model.py: if cfg.dtype == "mixed" or _axis_size("sp") == 1: => if True:
     """
     layers = 2
     cfg = dataclasses.replace(SMALL, n_layers=layers, fsdp=2, sp=4, dp=1, n_kv_heads=8)
