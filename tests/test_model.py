@@ -1075,7 +1075,8 @@ def test_mlp_tiles_keep_the_gradient_and_need_less():
     results, n_bytes, flops = [], [], []
     for n_tiles, tp in ((1, 1), (8, 1), (8, 4)):
         cfg = dataclasses.replace(base, mlp_tiles=n_tiles)
-        gradient = jax.jit(jax.value_and_grad(partial(objective, batch=batch, cfg=cfg)))
+        gradient = jax.jit(jax.value_and_grad(partial(objective, batch=batch, cfg=cfg)),
+                           compiler_options=step.compiler_options(cfg, jax.devices()[0]))
         with mesh_of(1, 1, 1, tp, 1):
             compiled = gradient.lower(params).compile()
             results.append(jax.tree.leaves(compiled(params)))
