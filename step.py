@@ -742,8 +742,8 @@ def compiler_options(cfg, device):
 
     CPU: each matrix product is a separate fusion. XLA's default fuses a product with the reduction
     that follows it, and some of these fusions return wrong numbers (jax 0.10 to 0.12): a batched
-    product with a broadcast operand, then a sum. tests/test_step.py has the known cases. Float32 on
-    Intel's CPUs without YNNPACK: Eigen's products are faster there (LOG.md). LLVM's
+    product with a broadcast operand, then a sum. tests/test_step.py has the known cases. Intel's
+    CPUs multiply float32 without YNNPACK, faster by Eigen (LOG.md). LLVM's
     first level of optimization, unless XLA_FLAGS names one: programs compile in 0.85 of the time
     and run as fast as with the third level, since the products are library calls.
 
