@@ -3,11 +3,12 @@
 
 The rows are steps, launches, checkpoints, safetensors, data loaders, tokens, chats and clicks.
 
-    python tests/bench.py [--only WORD ...] [--runs 3]
+    python tests/bench.py [--only WORD ...] [--runs 5]
 
-A separate process takes every figure. The runs of the contestants are interleaved, and the table
-shows medians and ratios. tests/requirements-bench.txt lists the other libraries; a library that is
-not installed is named and skipped.
+Each contestant has processes of its own, and they take turns: of a training step, one process
+waits while another takes a few. The table shows medians, and the median ratio of a round.
+tests/requirements-bench.txt lists the other libraries; a library that is not installed is named and
+skipped.
 """
 import argparse
 import importlib.metadata
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,15 +44,18 @@ SHAPES = {
 SIZES = ("n_layers", "d_model", "n_heads", "vocab_size", "seq_len", "batch_size")
 
 
-def rate(step, tokens):
-    """Return the median tokens per second of step(), which returns when its step is done."""
+def rates(step, tokens):
+    """Yield the median tokens per second of step(), which returns when its step is done, in one
+    turn after the other of at least two steps and a second.
+    """
     step(), step()
-    times, began = [], time.perf_counter()
-    while len(times) < 3 or time.perf_counter() - began < 6:
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return tokens / statistics.median(times)
+    while True:
+        times = []
+        while len(times) < 2 or sum(times) < 1:
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+        yield tokens / statistics.median(times)
 
 
 def cached(name, make):
@@ -61,13 +66,33 @@ def cached(name, make):
     return path
 
 
-def in_process(name, *args):
-    """The result of a function of this file in a new process. RuntimeError if it fails."""
-    run = subprocess.run([sys.executable, __file__, "--one", name, *args], capture_output=True,
-                         text=True, cwd=ROOT)
-    if run.returncode:
-        raise RuntimeError(f"{name}: {(run.stderr.strip() or 'failed').splitlines()[-1]}")
-    return json.loads(run.stdout.splitlines()[-1])
+def turns(name, *args):
+    """Yield results of a function of this file: all that one process yields, which waits before the
+    next one, then those of a new process. RuntimeError if it fails.
+    """
+    command = [sys.executable, __file__, "--one", name, *args]
+    while True:
+        with (tempfile.TemporaryFile("w+") as errors,
+              subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=errors, text=True, cwd=ROOT) as run):
+            for line in run.stdout:
+                yield json.loads(line)
+                print(file=run.stdin, flush=True)
+            if run.wait():
+                errors.seek(0)
+                lines = errors.read().strip().splitlines() or ["failed"]
+                raise RuntimeError(f"{name}: {lines[-1]}")
+
+
+def serve(name, args):
+    """Print what the function yields or returns, one line of JSON for each line of stdin."""
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to stderr
+    result = globals()[name](*args)
+    for value in result if isinstance(result, Iterator) else [result]:
+        print(json.dumps(value), file=results, flush=True)
+        if not sys.stdin.readline():
+            return
 
 
 # ---- a training step
@@ -89,11 +114,11 @@ def step_ours(dtype, shape):
     cfg = run.cfg
     rows = np.random.default_rng(0).integers(
         0, cfg.vocab_size, (cfg.batch_size, cfg.seq_len + 1)).astype(np.int32)
-    return our_rate(run, [{"tokens": rows[:, :-1], "labels": rows[:, 1:]}], rows[:, 1:].size)
+    return our_rates(run, [{"tokens": rows[:, :-1], "labels": rows[:, 1:]}], rows[:, 1:].size)
 
 
-def our_rate(run, batches, tokens):
-    """`rate` of the compiled step of a run, on batches one after the other."""
+def our_rates(run, batches, tokens):
+    """`rates` of the compiled step of a run, on batches one after the other."""
     import jax
 
     import train
@@ -108,7 +133,7 @@ def our_rate(run, batches, tokens):
         state, metrics = programs["train_step"](state, batch, np.float32(0.01))
         jax.block_until_ready(metrics)
 
-    return rate(update, tokens)
+    return rates(update, tokens)
 
 
 def torch_train_step(sizes, dtype, compiled):
@@ -163,7 +188,7 @@ def torch_train_step(sizes, dtype, compiled):
 
 
 def step_torch(dtype, shape, compiled=""):
-    return rate(*torch_train_step(SHAPES[shape], dtype, bool(compiled)))
+    return rates(*torch_train_step(SHAPES[shape], dtype, bool(compiled)))
 
 
 # ---- launch: from the command to the end of the first step
@@ -250,7 +275,7 @@ def ckpt_times(peer):
     import jax
     (ROOT / "out").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "out") as folder:  # on the project's disk
-        saved = in_process("save_times", peer, folder)
+        saved = next(turns("save_times", peer, folder))
         like = state_like()
         _, _, restore = calls_of(peer, folder)
         began = time.perf_counter()
@@ -277,7 +302,7 @@ def make_tensors(folder):
 
 def tensors_rate(read):
     """Return the GB per second of read(folder); another process writes the files."""
-    folder = cached("tensors", lambda path: in_process("make_tensors", str(path)))
+    folder = cached("tensors", lambda path: next(turns("make_tensors", str(path))))
     n_bytes = sum(len(path.read_bytes()) for path in folder.glob("*.safetensors"))
     began = time.perf_counter()
     arrays = read(folder)
@@ -488,7 +513,7 @@ def clicks_ours(rows=10**6):
     import train
     cfg = click_config(int(rows))
     run = train.setup_run(cfg, clicks.TASK, hooks=[clicks.sparse_rows])
-    return our_rate(run, click_batches(cfg), cfg.batch_size)
+    return our_rates(run, click_batches(cfg), cfg.batch_size)
 
 
 def torch_clicks(cfg, params):
@@ -531,7 +556,7 @@ def clicks_torch(rows=10**6):
     params = {name: random.normal(0, 0.01, row["shape"]).astype(np.float32)
               for name, row in clicks.table(cfg).items()}
     update, batches = torch_clicks(cfg, params), itertools.cycle(click_batches(cfg))
-    return rate(lambda: update(next(batches)), cfg.batch_size)
+    return rates(lambda: update(next(batches)), cfg.batch_size)
 
 
 # ---- the table
@@ -558,38 +583,30 @@ ROWS = STEPS | {  # name: (unit, whether more is better, {contestant: function a
 }
 
 
-def measure(call):
-    """Call a function of this file in a new process; return {part: value}, or None if it fails."""
-    try:
-        value = in_process(*call.split())
-    except RuntimeError as e:
-        print(f"  {e}", file=sys.stderr)
-        return None
-    return value if isinstance(value, dict) else {"": value}
-
-
 def compare(name, runs):
-    """Print the medians of a row and the ratios."""
+    """Print the medians of a row, and the medians of the rounds' ratios."""
     unit, more, contestants = ROWS[name]
     values = {who: {} for who in contestants}
+    playing = {who: turns(*call.split()) for who, call in contestants.items()}
     order = list(contestants)
     for _ in range(runs):
         for who in list(order):
-            parts = measure(contestants[who])
-            if parts is None:
+            try:
+                value = next(playing[who])
+            except RuntimeError as e:
+                print(f"  {e}", file=sys.stderr)
                 order.remove(who)
                 continue
-            for part, value in parts.items():
-                values[who].setdefault(part, []).append(value)
+            for part, x in (value if isinstance(value, dict) else {"": value}).items():
+                values[who].setdefault(part, []).append(x)
         order.reverse()  # so that nobody always runs after the same other one
     for part, ours in values["ours"].items():
-        ours = statistics.median(ours)
-        words = [f"ours {ours:,.4g} {unit}"]
+        words = [f"ours {statistics.median(ours):,.4g} {unit}"]
         for who, parts in values.items():
             if who != "ours" and part in parts:
-                other = statistics.median(parts[part])
-                ratio = ours / other if more else other / ours
-                words.append(f"{who} {other:,.4g} (ours {ratio:.2f}x)")
+                ratio = statistics.median(
+                    a / b if more else b / a for a, b in zip(ours, parts[part]))
+                words.append(f"{who} {statistics.median(parts[part]):,.4g} (ours {ratio:.2f}x)")
         print(f"{name} {part}".strip() + ": " + ", ".join(words), flush=True)
 
 
@@ -612,14 +629,13 @@ def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[""],
                         help="run the rows whose name contains one of these words")
-    parser.add_argument("--runs", type=int, default=3, help="interleaved runs of each contestant")
+    parser.add_argument("--runs", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--one", nargs="+",
-                        help="measure one function of this file in this process: name, arguments")
+                        help="serve a function of this file in this process: name, arguments")
     args = parser.parse_args()
     if args.one:
         name, *rest = args.one
-        print(json.dumps(globals()[name](*rest)))
-        return
+        return serve(name, rest)
     print(hardware())
     for name in ROWS:
         if any(word in name for word in args.only):
