@@ -195,7 +195,8 @@ def _norm(x, w, name, cfg):
     x_f32 = x.astype(jnp.float32)
     if gain.size > x.shape[-1]:  # of all heads together
         x_f32 = x_f32.reshape(*x.shape[:-2], -1)
-    x_f32 *= jax.lax.rsqrt(_reduce_rows(jnp.sum, x_f32 * x_f32) / x_f32.shape[-1] + cfg.norm_eps)
+    mean_square = _reduce_rows(jnp.sum, x_f32 * x_f32, cfg) / x_f32.shape[-1]
+    x_f32 *= jax.lax.rsqrt(mean_square + cfg.norm_eps)
     return (x_f32 * _broadcast(gain, x_f32.shape)).reshape(x.shape).astype(x.dtype)
 
 
@@ -233,10 +234,10 @@ def _attend_dense(q_BNTH, k_BKSH, v_BKSH, mask_BTS, cfg):
     scores_BKGTS = _soft_cap(_batched_matmul(q_BKGTH, k_BKSH.mT, cfg), cfg.attn_softcap)
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -jnp.inf)
     # Softmax, which divides after the product with v.
-    max_BKGT1 = jax.lax.stop_gradient(_reduce_rows(jnp.max, scores_BKGTS))
+    max_BKGT1 = jax.lax.stop_gradient(_reduce_rows(jnp.max, scores_BKGTS, cfg))
     e_BKGTS = jnp.exp(scores_BKGTS - max_BKGT1)
     a_BKGTH = _batched_matmul(e_BKGTS.astype(v_BKSH.dtype), v_BKSH, cfg)
-    sum_BKGT1 = _reduce_rows(jnp.sum, e_BKGTS)
+    sum_BKGT1 = _reduce_rows(jnp.sum, e_BKGTS, cfg)
     a_BKGTH, sum_BKGT1 = checkpoint_name((a_BKGTH, sum_BKGT1), "attention")
     return (a_BKGTH / sum_BKGT1).reshape(q_BNTH.shape).astype(q_BNTH.dtype)
 
@@ -375,13 +376,13 @@ def _add_to_residual(x_BTD, y_BTD, sublayer, w, cfg):
     return _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
 
 
-def _reduce_rows(reduce, x):
-    """reduce (jnp.sum, jnp.max) over the last dim of x, which becomes 1.
+def _reduce_rows(reduce, x, cfg):
+    """Reduce the last dim of x to size 1; reduce: jnp.sum or jnp.max.
 
     On a CPU in two steps: XLA uses vector instructions only over a dim that is not the last.
     """
     lanes = 16
-    if x.shape[-1] % lanes == 0 and _by_platform({"cpu": True, "other": False}):
+    if x.shape[-1] % lanes == 0 and _is_one_cpu(cfg):
         x = reduce(x.reshape(*x.shape[:-1], -1, lanes), axis=-2)
         x = jax.lax.optimization_barrier(x)  # otherwise XLA makes one step of both
     return reduce(x, axis=-1, keepdims=True)

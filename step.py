@@ -742,10 +742,10 @@ def compiler_options(cfg, device):
 
     CPU: each matrix product is a separate fusion. XLA's default fuses a product with the reduction
     that follows it, and some of these fusions return wrong numbers (jax 0.10 to 0.12): a batched
-    product with a broadcast operand, then a sum. tests/test_step.py has the known cases. Intel's
-    CPUs multiply float32 without YNNPACK, faster by Eigen (LOG.md). LLVM's
-    first level of optimization, unless XLA_FLAGS names one: programs compile in 0.85 of the time
-    and run as fast as with the third level, since the products are library calls.
+    product with a broadcast operand, then a sum. tests/test_step.py has the known cases. In float32
+    on Intel's CPUs YNNPACK is off: Eigen was faster on the one Xeon that was measured (LOG.md).
+    LLVM's first level of optimization, unless XLA_FLAGS names one: programs compile in 0.85 of the
+    time and run as fast as with the third level, since the products are library calls.
 
     NVIDIA GPU with cfg.deterministic: no sums by atomics, whose order changes from run to run, as
     in the gradients of the embedding and of experts.

@@ -5,12 +5,13 @@ The rows are steps, launches, checkpoints, safetensors, data loaders, tokens, ch
 
     python tests/bench.py [--only WORD ...] [--runs 5]
 
-Each contestant has processes of its own, and they take turns: of a training step, one process
-waits while another takes a few. The table shows medians, and the median ratio of a round.
+Each contestant runs in a separate process. In each round every contestant is measured once, while
+the others wait. The table shows medians over the rounds, and the median of the rounds' ratios.
 tests/requirements-bench.txt lists the other libraries; a library that is not installed is named and
 skipped.
 """
 import argparse
+import contextlib
 import importlib.metadata
 import itertools
 import json
@@ -45,8 +46,9 @@ SIZES = ("n_layers", "d_model", "n_heads", "vocab_size", "seq_len", "batch_size"
 
 
 def rates(step, tokens):
-    """Yield the median tokens per second of step(), which returns when its step is done, in one
-    turn after the other of at least two steps and a second.
+    """Yield, again and again, the median tokens per second of at least two steps and one second.
+
+    step() returns when its step is done.
     """
     step(), step()
     while True:
@@ -66,9 +68,9 @@ def cached(name, make):
     return path
 
 
-def turns(name, *args):
-    """Yield results of a function of this file: all that one process yields, which waits before the
-    next one, then those of a new process. RuntimeError if it fails.
+def results_of(name, *args):
+    """Yield the results of a function of this file, run in another process, which waits between
+    results. When it ends, start a new process. RuntimeError if it fails.
     """
     command = [sys.executable, __file__, "--one", name, *args]
     while True:
@@ -77,7 +79,8 @@ def turns(name, *args):
                                stderr=errors, text=True, cwd=ROOT) as run):
             for line in run.stdout:
                 yield json.loads(line)
-                print(file=run.stdin, flush=True)
+                with contextlib.suppress(BrokenPipeError):  # it was killed
+                    os.write(run.stdin.fileno(), b"\n")
             if run.wait():
                 errors.seek(0)
                 lines = errors.read().strip().splitlines() or ["failed"]
@@ -85,7 +88,7 @@ def turns(name, *args):
 
 
 def serve(name, args):
-    """Print what the function yields or returns, one line of JSON for each line of stdin."""
+    """Print each result of the function as a line of JSON; after each, wait for a line of stdin."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to stderr
     result = globals()[name](*args)
@@ -195,8 +198,8 @@ def step_torch(dtype, shape, compiled=""):
 
 def seconds_until(words, *command):
     began = time.perf_counter()
-    run = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True,
-                           stderr=subprocess.DEVNULL)
+    run = subprocess.Popen([sys.executable, *map(str, command)], stdin=subprocess.DEVNULL,
+                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         for line in run.stdout:
             if words in line:
@@ -226,7 +229,7 @@ def start_torch(compiled=""):
 
 def first_torch(compiled):
     torch_train_step(SHAPES["char"], "float32", bool(compiled))[0]()
-    print("first step", flush=True)
+    return "first step"
 
 
 # ---- checkpoints: a state of 124M parameters and two moments
@@ -275,7 +278,7 @@ def ckpt_times(peer):
     import jax
     (ROOT / "out").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "out") as folder:  # on the project's disk
-        saved = next(turns("save_times", peer, folder))
+        saved = next(results_of("save_times", peer, folder))
         like = state_like()
         _, _, restore = calls_of(peer, folder)
         began = time.perf_counter()
@@ -302,7 +305,7 @@ def make_tensors(folder):
 
 def tensors_rate(read):
     """Return the GB per second of read(folder); another process writes the files."""
-    folder = cached("tensors", lambda path: next(turns("make_tensors", str(path))))
+    folder = cached("tensors", lambda path: next(results_of("make_tensors", str(path))))
     n_bytes = sum(len(path.read_bytes()) for path in folder.glob("*.safetensors"))
     began = time.perf_counter()
     arrays = read(folder)
@@ -587,12 +590,12 @@ def compare(name, runs):
     """Print the medians of a row, and the medians of the rounds' ratios."""
     unit, more, contestants = ROWS[name]
     values = {who: {} for who in contestants}
-    playing = {who: turns(*call.split()) for who, call in contestants.items()}
+    results = {who: results_of(*call.split()) for who, call in contestants.items()}
     order = list(contestants)
     for _ in range(runs):
         for who in list(order):
             try:
-                value = next(playing[who])
+                value = next(results[who])
             except RuntimeError as e:
                 print(f"  {e}", file=sys.stderr)
                 order.remove(who)
@@ -629,7 +632,7 @@ def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[""],
                         help="run the rows whose name contains one of these words")
-    parser.add_argument("--runs", type=int, default=5, help="turns of each contestant")
+    parser.add_argument("--runs", type=int, default=5, help="number of rounds")
     parser.add_argument("--one", nargs="+",
                         help="serve a function of this file in this process: name, arguments")
     args = parser.parse_args()

@@ -737,7 +737,8 @@ FORM_BOUND = 1e-5  # of the relative error, by the norm
 def known_forms():
     """Compare each of FORMS with NumPy in float64."""
     device = jax.devices()[0]
-    options = steplib.compiler_options(train.config.Config(), device)
+    dtype = steplib.choose_dtype("auto", steplib.platform(device))
+    options = steplib.compiler_options(train.config.Config(dtype=dtype), device)
     for form, shape in FORMS:
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         expected = form(np, np.float64(x))

@@ -835,7 +835,7 @@ def read_adapted(cfg, folder):
 
 
 def assert_logits_of(tuned, logits):
-    """The logits are those of PEFT, in float64 but for experts. The adapter has an effect."""
+    """The logits are those of PEFT, with products in float64. The adapter has an effect."""
     exact = tuned  # float32 errs by up to 1e-5 itself, but experts have no product in float64
     if not hasattr(tuned.config, "num_local_experts"):
         exact = copy.deepcopy(tuned).double()

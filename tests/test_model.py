@@ -750,7 +750,8 @@ def test_layers_that_differ_in_a_scan(monkeypatch):
 @pytest.mark.parametrize("rounding, dtype, batch, M, D, F", [
     (None, "float32", (), 48, 64, 32), (None, "bfloat16", (), 48, 64, 32),
     ("float32", "float32", (), 48, 64, 32), ("float32", "float32", (), 48, 32, 64),
-    ("bfloat16", "float32", (), 48, 64, 32), ("bfloat16", "float32", (2, 3), 48, 32, 64)])
+    ("float32", "float32", (2, 3), 48, 32, 64), ("bfloat16", "float32", (), 48, 64, 32),
+    ("bfloat16", "float32", (2, 3), 48, 32, 64)])
 def test_products_round_their_operands_alone(rounding, dtype, batch, M, D, F):
     """Products and gradients are float64's of rounded operands, to 1e-6 of the largest. rounding:
     of _matmul_for_cpu; None: _matmul_f32.
@@ -802,10 +803,10 @@ def test_rows_are_reduced_as_numpy_does(shape):
     x = np.random.default_rng(5).normal(size=shape)
     with jax.set_mesh(step.make_mesh(config.Config(fsdp=-1), jax.devices()[:1])):
         for of_jax, of_numpy in ((jnp.sum, np.sum), (jnp.max, np.max)):
-            got = jax.jit(partial(model._reduce_rows, of_jax))(jnp.float32(x))
+            got = jax.jit(partial(model._reduce_rows, of_jax, cfg=BASE))(jnp.float32(x))
             want = of_numpy(x, axis=-1, keepdims=True)
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
-        squares = jax.grad(lambda x: model._reduce_rows(jnp.sum, x * x).sum())(jnp.float32(x))
+        squares = jax.grad(lambda x: model._reduce_rows(jnp.sum, x * x, BASE).sum())(jnp.float32(x))
     np.testing.assert_allclose(squares, 2 * x, rtol=1e-6)
 
 
