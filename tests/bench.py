@@ -600,7 +600,8 @@ def compare(name, runs):
                 print(f"  {e}", file=sys.stderr)
                 order.remove(who)
                 continue
-            for part, x in (value if isinstance(value, dict) else {"": value}).items():
+            parts = value if isinstance(value, dict) else {"": value}
+            for part, x in parts.items():
                 values[who].setdefault(part, []).append(x)
         order.reverse()  # so that nobody always runs after the same other one
     for part, ours in values["ours"].items():
